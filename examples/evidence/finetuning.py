@@ -1,8 +1,8 @@
 """Fine-tunes a pretrained GPT with the optimizer that pretrained it, and with the other
 one.
 
-    python finetuning.py                   # writes figures/finetuning.json, prints its table
-    python finetuning.py --table           # prints the table again
+    python finetuning.py          # writes figures/finetuning.json and .png, prints the tables
+    python finetuning.py --table  # draws and prints again
 
 A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as
 tuned by convergence.py. Each of the two is then fine-tuned on the C headers with AdamW
@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from convergence import tuned_flags
+from reports import COLORS  # which needs no display
 from training import HERE, NAMES, QUICKSTART, Study, best, write
 
 SEEDS = (1, 2, 3)
@@ -32,28 +34,34 @@ SEEDS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Tuner:
-    """An optimizer of fine-tuning, its flags beside the tuned ones, and its rates."""
+    """An optimizer of fine-tuning, its flags beside the tuned ones, and its rates.
+
+    ``line`` has the marker and the dashes of its curve.
+    """
 
     label: str
+    line: str
     optimizer: str
     flags: str
     rates: tuple[float, ...]
 
 
-# All have AdamW's best rate, 4e-3.
+# All have a low rate, and AdamW's best one, 4e-3.
 TUNERS = {
-    "adam": Tuner("AdamW", "adam", "", (2e-3, 4e-3, 8e-3)),
+    "adam": Tuner("AdamW", "o--", "adam", "", (1e-3, 2e-3, 4e-3, 8e-3)),
     "muon_0.2": Tuner(
         "Muon, 0.2",
+        "s-",
         "muon",
         "--muon-matched-adamw-rms 0.2",
-        (4e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+        (1e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     ),
     "muon_0.5": Tuner(
         "Muon, 0.5",
+        "^:",
         "muon",
         "--muon-matched-adamw-rms 0.5",
-        (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        (1e-3, 4e-3, 8e-3, 1.6e-2),
     ),
 }
 STEPS = 60
@@ -132,6 +140,43 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def losses(report: dict[str, Any], start: str, tuner: str) -> dict[float, float]:
+    """The first seed's loss on held-out headers at each rate; none if not run."""
+    tried = report["pairs"].get(f"{start} {tuner}", {"tried": {}})["tried"]
+    return {float(rate): loss for rate, loss in tried.items() if loss is not None}
+
+
+def rates_table(report: dict[str, Any], start: str) -> str:
+    """In Markdown: the loss of every optimizer at every rate after one pretraining."""
+    columns = [losses(report, start, name) for name in TUNERS]
+    head = [f"lr, pretrained with {NAMES[start]}"]
+    head += [tuner.label for tuner in TUNERS.values()]
+    lines = [f"| {' | '.join(head)} |", f"|--:|{'--:|' * len(columns)}"]
+    for rate in sorted({rate for column in columns for rate in column}):
+        cells = [f"{column[rate]:.3f}" if rate in column else "" for column in columns]
+        lines.append(f"| {rate:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A panel for each pretraining: the loss over the rate."""
+    figure, grid = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes, start in zip(grid, NAMES, strict=True):
+        for name, tuner in TUNERS.items():
+            if found := losses(report, start, name):
+                color = COLORS[tuner.optimizer]
+                axes.plot(*zip(*found.items(), strict=True), tuner.line, color=color)
+                axes.lines[-1].set_label(tuner.label)
+        axes.set_title(f"pretrained with {NAMES[start]}", fontsize="medium")
+        axes.set_xscale("log")
+        axes.grid(alpha=0.25)
+    grid[0].set_ylabel("loss on C headers, nats per byte")
+    grid[0].legend(frameon=False)
+    figure.supxlabel("learning rate of 60 steps of fine-tuning")
+    figure.savefig(path, dpi=72)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,7 +190,9 @@ def main() -> None:
     if not args.table:
         tuned = json.loads((args.figures / "tuning.json").read_text())
         write(path, measure(Study(args.work.resolve(), args.jobs, tuple(extra)), tuned))
-    print(table(json.loads(path.read_text())))
+    report = json.loads(path.read_text())
+    draw(report, path.with_suffix(".png"))
+    print(f"{table(report)}\n\n{rates_table(report, 'adam')}")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def hits(session: Browser, words: str) -> list[str]:
         ("slow link", "Performance: Slow links"),
         ("hybrid", "Validation: Hybrids"),
         ("Docker", "Usage: Docker"),
-        ("SFT", "Switching and tuning: Fine-tuning (SFT)"),
+        ("SFT", "Fine-tuning"),
         ("--muon-split", "Routing: Splits"),
     ],
 )
@@ -112,4 +112,4 @@ def test_a_pasted_word_is_searched_for(served: Browser) -> None:
 def test_the_search_works_in_pages_opened_from_a_folder(site: Path) -> None:
     with browser() as session:
         session.open((site / "index.html").as_uri())
-        assert hits(session, "SFT")[0].startswith("Switching and tuning")
+        assert hits(session, "SFT")[0].startswith("Fine-tuning")

@@ -47,7 +47,11 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     )
     for table in tables.split("\n\n"):
         assert table in REPORT
-    assert script("finetuning").table(recorded("finetuning.json")) in REPORT
+    finetuning = script("finetuning")
+    report = recorded("finetuning.json")
+    assert finetuning.table(report) in REPORT
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    assert finetuning.rates_table(report, "adam") in page
     stress = script("stress")
     assert stress.table(stress.recorded(EVIDENCE / "figures")) in REPORT
 
