@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from support.expected.oracle import qkv_rows
 from support.models.gpt import HIDDEN, Case, Topology, check, start, trained, truth
 from support.ranks import error_of, run
 
+ONE = Topology()
 BASE = (("ns_dtype", "fp32"),)
 CASE = Case(bf16=False, muon=BASE, steps=3)
 FC1 = "*.linear_fc1.weight"
@@ -60,13 +62,20 @@ def settings_of(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def held_to_whole_runs(case: Case, table: dict[str, dict[str, Any]]) -> None:
-    made = truth(with_table(case, table))["params"]
-    plain = truth(case)["params"]
+@cache
+def _params(case: Case, topology: Topology) -> dict[str, torch.Tensor]:
+    return trained(case, topology)["params"]
+
+
+def held_to_whole_runs(
+    case: Case, table: dict[str, dict[str, Any]], topology: Topology = ONE
+) -> None:
+    made = _params(with_table(case, table), topology)
+    plain = _params(case, topology)
     changed = set()
     for name, value in made.items():
         settings = settings_of(name, table)
-        expected = truth(of_whole_run(case, settings))["params"][name]
+        expected = _params(of_whole_run(case, settings), topology)[name]
         assert value.equal(expected), (name, settings)
         if not value.equal(plain[name]):
             changed.add(name)
@@ -74,8 +83,28 @@ def held_to_whole_runs(case: Case, table: dict[str, dict[str, Any]]) -> None:
         assert any(fnmatchcase(name, pattern) for name in changed), pattern
 
 
-def test_a_matrix_has_the_settings_of_its_patterns_and_no_other() -> None:
-    held_to_whole_runs(CASE, TABLE)
+def _with(case: Case, **muon: Any) -> Case:
+    return replace(case, muon=(*case.muon, *muon.items()))
+
+
+FEW = {FC1: TABLE[FC1], "*.layers.1.*": {"ns_coefficients": "quintic", "momentum": 0.9}}
+SPHERE = replace(_with(CASE, rule="hyperball"), weight_decay=0.0)
+KINDS = {
+    "muon": (CASE, TABLE, ONE),
+    "hyperball": (SPHERE, FEW, ONE),
+    "normuon": (_with(CASE, rule="normuon"), FEW, ONE),
+    "block steps": (
+        _with(CASE, full_period=2, block_lr_mult=0.5),
+        {**FEW, FC2: {"rms": 0.4}},
+        Topology(tp=2),
+    ),
+    "narrow momentum": (_with(CASE, momentum_dtype="bf16"), FEW, ONE),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_matrix_has_the_settings_of_its_patterns_and_no_other(name: str) -> None:
+    held_to_whole_runs(*KINDS[name])
 
 
 @pytest.mark.parametrize(
