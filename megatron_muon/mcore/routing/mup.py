@@ -17,7 +17,7 @@ from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of, read
-from megatron_muon.settings.rules import MATCHED, row_of
+from megatron_muon.settings.rules import MATCHED, own_rule, row_of
 
 Overrides = Mapping[Any, Any]  # Megatron's settings of parameters, by its keys
 _OF_MUP = "mup_"  # its predicates' names begin so
@@ -53,7 +53,9 @@ def adamws_overrides(
 
 
 def _require_scales(config: MuonConfig) -> None:
-    if "scale_mode" in row_of(config.rule).refuses:  # it has a scale of its own
+    own = own_rule(config.rule)
+    has_own_scale = own is not None and own.scale is not None
+    if has_own_scale or "scale_mode" in row_of(config.rule).refuses:
         return
     modes = {config.scale_mode}
     for _, settings in pairs_of(config.by_pattern):

@@ -114,8 +114,12 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
         replace(HALVES, weight_decay=0.0, muon=(("rule", "hyperball"), *ONE_BY_ONE)),
         replace(HALVES, muon=(("rule", "normuon"), *ONE_BY_ONE)),
         replace(HALVES, muon=(("rule", "adamuon"), *ONE_BY_ONE)),
+        replace(HOSTED, muon=(("momentum_warmup", 2), ("cautious_decay", True))),
     ],
-    ids="plain clip rounds halves half bf16 fp16 experts hyperball normuon adamuon".split(),
+    ids=(
+        "plain clip rounds halves half bf16 fp16 experts hyperball normuon adamuon "
+        "warm-up"
+    ).split(),
 )
 def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
     _check_same(truth(_without(case)), truth(case), case)
