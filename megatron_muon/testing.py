@@ -49,7 +49,8 @@ def assert_as_one_process(
 
     Args:
         rule: ``module:name``, which each process imports.
-        tp, dp: the sizes of TP, which cuts weights, and DP, which cuts shards.
+        tp: the size of TP, which cuts weights.
+        dp: the size of DP, which cuts shards.
         steps: the number of steps, with the same random gradients on both.
         tolerance: the largest difference of an element, relative or absolute; products
             of other batches round differently in fp32.
