@@ -32,6 +32,9 @@ install() { # Makes or completes the environment; the stamp says for which clone
   if [[ -x $VENV/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     return
   fi
+  if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "$PYTHON is not Python 3.10 or newer: name one, PYTHON=... bash $0" >&2 && exit 2
+  fi
   echo "Installing into $VENV (torch's CPU build is a download of about 200 MB; a CUDA build" \
     "is gigabytes)"
   "$PYTHON" -m venv "$VENV"

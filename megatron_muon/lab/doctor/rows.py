@@ -235,7 +235,9 @@ def dataset_helper(folder: Path) -> Examined:
     other = "not compiled"
     if names:
         other = f"compiled for another Python ({', '.join(sorted(names))})"
-    return Examined("dataset helper", f"{other}: real data needs it; make -C {folder}")
+    return Examined(
+        "dataset helper", f"{other}: data needs it, mock data, too; make -C {folder}"
+    )
 
 
 def helper_suffix(folder: Path) -> Examined:
