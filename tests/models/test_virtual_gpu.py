@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "normuon": {"rule": "normuon"},
     "adamuon": {"rule": "adamuon"},
     "normuon in 3 strips": {"rule": "normuon", "split_matrices": 3},
+    "by pattern": {"by_pattern": ("1.*:momentum=0.9", "*fc1:ns_steps=8")},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices come as rows
     "rows of squares": {"split_matrices": 4, "ns_iteration": "gram"},
 }

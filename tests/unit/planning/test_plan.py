@@ -347,3 +347,28 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         ValueError, match="w: 2 TP ranks cannot hold equal parts of the 3 rows of"
     ):
         sectioned("w", (4, 1), 0, 2, ((Rows("gate", 3),), (Rows("up", 5),)))
+
+
+def test_matrices_of_one_batch_have_the_same_steps_and_a_plan_counts_them() -> None:
+    """Steps of their own; a momentum of their own parts no batch."""
+    table = ("0.linear_qkv[k]:ns_steps=8", "1.linear_qkv[v]:momentum=0.9")
+    config = MuonConfig(by_pattern=table)
+    plan = small_plan(config, layers=3)
+    steps = ["ns_steps=8" in matrix.own for matrix in plan.matrices]
+    assert 0 < sum(steps) < len(steps)
+    assert {matrix.own for matrix in plan.matrices} == {
+        "",
+        "ns_steps=8",
+        "momentum=0.9",
+    }
+    for matrix, work, has_steps in zip(plan.matrices, plan.works, steps, strict=True):
+        count = MuonConfig(ns_steps=8 if has_steps else 5)
+        flops = ns_flops(*matrix.unit, Numerics(count))
+        assert work.flops == matrix.units * flops, matrix.name
+    mixed = 0
+    for rank in range(plan.size):
+        for table_ in round_tables(plan.for_rank(rank), plan.matrices):
+            for stack in table_.stacks:
+                assert len({steps[index] for index in stack.matrices}) == 1
+                mixed += len({plan.matrices[index].own for index in stack.matrices}) > 1
+    assert mixed
