@@ -65,7 +65,9 @@ def _rates(built: Built, groups: list[Mapping[str, Any]]) -> dict[str, float]:
     return rates
 
 
-def _by_mup(case: Case, topology: Topology, width: float) -> dict[str, Any]:
+def _by_mup(
+    case: Case, topology: Topology, width: float, of: str = "muon"
+) -> dict[str, Any]:
     """The rates that Megatron's own functions give with ``optimizer='muon'``, and what
     two steps with the plugin hold.
     """
@@ -76,7 +78,7 @@ def _by_mup(case: Case, topology: Topology, width: float) -> dict[str, Any]:
     groups = mcore_optimizer._get_param_groups(built.chunks, config, overrides)
     megatrons = _rates(built, groups)
     with installed(MuonConfig(**dict(case.muon))):
-        built.optimizer = _optimizer(built, width)
+        built.optimizer = _optimizer(built, width, of)
     here = _rates(built, built.optimizer.param_groups)
     for step in range(2):
         take_step(built, step)
@@ -108,6 +110,14 @@ def test_rates_are_megatrons_and_each_factor_is_applied_once(
     assert differences(whole(expected), whole(by_mup)) == []
 
 
+def test_rates_that_were_made_for_adam_leave_muons_matrices() -> None:
+    """They differ in AdamW's epsilon, which is not in these groups' rates."""
+    of_adam, of_muon = (
+        run(_by_mup, 1, CASE, Topology(), 4.0, of)[0]["here"] for of in ("adam", "muon")
+    )
+    assert of_adam == of_muon
+
+
 def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
     """Megatron's own Muon would update it, so that its muP leaves it out."""
     case = replace(CASE, muon=(*CASE.muon, EXCLUDED))
@@ -118,35 +128,34 @@ def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
     assert differences(whole(expected), whole(by_mup)) == []
 
 
-def _refused(settings: dict[str, Any], of: str) -> str:
+def _refused(settings: dict[str, Any]) -> str:
     built = build(CASE, Topology(tp=2))
     with installed(MuonConfig(**settings)):
-        return error_of(lambda: _optimizer(built, 2.0, of))
+        return error_of(lambda: _optimizer(built, 2.0))
 
 
 @pytest.mark.parametrize(
-    ("settings", "of", "said"),
+    ("settings", "said"),
     [
-        ({}, "muon", r"use_mup with scale_mode \(--muon-scale-mode\) spectral: "),
-        ({"scale_mode": "update_norm"}, "muon", r"update_norm: .* give unit_rms_norm"),
-        ({"scale_mode": "unit_rms_norm"}, "adam", r"optimizer_type='muon'"),
+        ({}, r"use_mup with scale_mode \(--muon-scale-mode\) spectral: "),
+        ({"rule": "adamuon"}, r"adamuon has no other, so choose another rule"),
+        ({"scale_mode": "update_norm"}, r"update_norm: .* give unit_rms_norm"),
         (
             {
                 "scale_mode": "unit_rms_norm",
                 "by_pattern": {FC2: {"scale_mode": "spectral", "rms": 0.2}},
             },
-            "muon",
             r"use_mup with scale_mode \(--muon-scale-mode\) spectral: ",
         ),
     ],
-    ids=["spectral", "update_norm", "rates of adam", "by pattern"],
+    ids=["spectral", "adamuon", "update_norm", "by pattern"],
 )
 def test_what_contradicts_it_is_refused_on_all_ranks(
-    settings: dict[str, Any], of: str, said: str
+    settings: dict[str, Any], said: str
 ) -> None:
-    for text in run(_refused, 2, settings, of):
+    for text in run(_refused, 2, settings):
         assert text.startswith("ValueError: ") and re.search(said, text), text
 
 
 def test_nothing_is_refused_that_has_no_scale_by_width() -> None:
-    assert run(_refused, 2, {"rule": "hyperball"}, "muon") == ["no error"] * 2
+    assert run(_refused, 2, {"rule": "hyperball"}) == ["no error"] * 2

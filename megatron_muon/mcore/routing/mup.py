@@ -28,9 +28,11 @@ def adamws_overrides(
 ) -> dict[Any, Any]:
     """Megatron's overrides, with muP's for all hidden matrices of AdamW's alone.
 
+    Those that were made for AdamW, by another ``optimizer_type``, hold for Muon's
+    matrices no more than those for Muon.
+
     Raises:
-        ValueError: a scale mode grows with the width; or the overrides were made for
-            AdamW, and would change Muon's rates, too.
+        ValueError: a scale mode grows with the width.
     """
     _require_scales(config)
     muons = _muons(model_chunks, config)
@@ -38,25 +40,24 @@ def adamws_overrides(
     for key, override in overrides.items():
         predicate: Any = getattr(key, "with_name_predicate", None)
         if getattr(predicate, "name", "").startswith(_OF_MUP):
-            for param, name in muons.items():
-                if _is_hidden(param, name) and predicate(param, name):
-                    raise ValueError(
-                        f"muP's rate of AdamW is asked for {name}, which is Muon's and "
-                        "has a scale by width: make the overrides with "
-                        "get_mup_config_overrides(..., optimizer_type='muon')"
-                    )
-            key = dataclasses.replace(
-                key, with_name_predicate=_of_adamw(predicate, muons)
-            )
+            mine = _of_adamw(predicate, muons)
+            key = dataclasses.replace(key, with_name_predicate=mine)
         found[key] = override
     return found
 
 
 def _require_scales(config: MuonConfig) -> None:
+    """Refuse scale modes whose updates change a layer's output more, the wider it
+    is.
+    """
     own = own_rule(config.rule)
     has_own_scale = own is not None and own.scale is not None
-    if has_own_scale or "scale_mode" in row_of(config.rule).refuses:
+    row = row_of(config.rule)
+    if has_own_scale or "scale_mode" in row.refuses:
         return
+    way_out = "give unit_rms_norm"
+    if row.scales and "unit_rms_norm" not in row.scales:
+        way_out = f"{named('rule')} {config.rule} has no other, so choose another rule"
     modes = {config.scale_mode}
     for _, settings in pairs_of(config.by_pattern):
         modes.add(read(settings).get("scale_mode", config.scale_mode))
@@ -64,22 +65,22 @@ def _require_scales(config: MuonConfig) -> None:
         raise ValueError(
             f"use_mup with {named('scale_mode')} {mode}: the change of a layer's "
             "output then grows with the width, so no rate carries over to another one: "
-            "give unit_rms_norm"
+            f"{way_out}"
         )
 
 
 def _muons(
     model_chunks: Sequence[torch.nn.Module], config: MuonConfig
-) -> dict[torch.nn.Parameter, str]:
-    """Muon's parameters with their names."""
-    found = {}
+) -> set[torch.nn.Parameter]:
+    """The parameters that are Muon's."""
+    found = set()
     for weight in weights(model_chunks):
         model = weight.model_config
         tp_size = model.tensor_model_parallel_size
         expert_tp = model.expert_tensor_parallel_size or tp_size
         sizes = Sizes(tp_size, expert_tp, model.expert_model_parallel_size)
         if why_adamw(weight, weight.tp_size(sizes), config) is None:
-            found[weight.param] = weight.name
+            found.add(weight.param)
     return found
 
 
@@ -90,7 +91,7 @@ def _is_hidden(param: torch.nn.Parameter, name: str) -> bool:
     return param.dim() == 2 and not (is_embedding or is_end)
 
 
-def _of_adamw(predicate: Any, muons: Mapping[torch.nn.Parameter, str]) -> Any:
+def _of_adamw(predicate: Any, muons: set[torch.nn.Parameter]) -> Any:
     """The predicate, which holds for what is AdamW's only here, and not for Muon's."""
     asked = predicate.fn
 
