@@ -17,24 +17,19 @@ the paper's is M.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.rules.muon import (
     MOMENT2_KEY,
-    Foreach,
     Muon,
     MuonRound,
     at_once,
 )
 from megatron_muon.rules.slice_units import SliceUnits
-from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
 
@@ -49,24 +44,10 @@ class AdaMuon(Muon):
     states_after = (MOMENT2_KEY,)
     asks_after = True
 
-    def __init__(
-        self,
-        numerics: Numerics,
-        plan: ExchangePlan,
-        meter: Meter,
-        own: RankPlan,
-        device: torch.device,
-        elementwise: Callable[[], Foreach],
-    ) -> None:
-        super().__init__(numerics, plan, meter, own, device, elementwise)
-        self._plan, self._own, self.device = plan, own, device
-
-    def of_round(
-        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
-    ) -> AdaMuonRound:
-        """See ``Rule``."""
-        units = SliceUnits(self._plan, self._own, table)
-        return AdaMuonRound(self, table, sharers, units)
+    @property
+    def kind_of_round(self) -> type[AdaMuonRound]:
+        """See ``Muon``."""
+        return AdaMuonRound
 
 
 class AdaMuonRound(MuonRound):
@@ -77,10 +58,10 @@ class AdaMuonRound(MuonRound):
         rule: AdaMuon,
         table: RoundTable,
         sharers: Mapping[tuple[int, ...], Sharers],
-        units: SliceUnits,
     ) -> None:
         super().__init__(rule, table, sharers)
-        self._units, self._device = units, rule.device
+        self._units = SliceUnits(rule.plan, rule.own, table)
+        self._device = rule.device
         config = rule.numerics.config
         self._beta2, self._eps = config.moment2_beta2, config.moment2_eps
         # from after_scatter to finish: directions, fp32, and second moments

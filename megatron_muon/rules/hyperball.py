@@ -20,19 +20,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import Foreach, Muon, MuonRound, at_once, in_fp32
+from megatron_muon.rules.muon import Muon, MuonRound, at_once, in_fp32
 from megatron_muon.rules.slice_units import SliceUnits
 from megatron_muon.runtime.engine import Engine, ParamGroups
-from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
 from megatron_muon.runtime.states import MAIN_KEY, States
@@ -54,29 +51,18 @@ class Hyperball(Muon):
 
     asks_after = True
 
-    def __init__(
-        self,
-        numerics: Numerics,
-        plan: ExchangePlan,
-        meter: Meter,
-        own: RankPlan,
-        device: torch.device,
-        elementwise: Callable[[], Foreach],
-    ) -> None:
-        super().__init__(numerics, plan, meter, own, device, elementwise)
-        self.matrices = plan.matrices
+    def __init__(self, *of_muon: Any) -> None:
+        super().__init__(*of_muon)
+        self.matrices = self.plan.matrices
         self.units = max((matrix.units for matrix in self.matrices), default=1)
         self.radii = torch.full(
-            (len(self.matrices), self.units), torch.nan, device=device
+            (len(self.matrices), self.units), torch.nan, device=self.device
         )
-        self._plan, self._own = plan, own
 
-    def of_round(
-        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
-    ) -> HyperballRound:
-        """See ``Rule``."""
-        units = SliceUnits(self._plan, self._own, table)
-        return HyperballRound(self, table, sharers, units)
+    @property
+    def kind_of_round(self) -> type[HyperballRound]:
+        """See ``Muon``."""
+        return HyperballRound
 
     def set_radii(self, radii: Radii) -> None:
         """Take each unit's radius, for all matrices of the plan."""
@@ -99,12 +85,11 @@ class HyperballRound(MuonRound):
         rule: Hyperball,
         table: RoundTable,
         sharers: Mapping[tuple[int, ...], Sharers],
-        units: SliceUnits,
     ) -> None:
         super().__init__(rule, table, sharers)
         self._rule = rule
-        self._units = units
-        of_slices = units.matrices
+        self._units = SliceUnits(rule.plan, rule.own, table)
+        of_slices = self._units.matrices
         index = torch.tensor(table.matrices, dtype=torch.int64)
         self._matrix_of = index.to(rule.radii.device)
         # slices of matrices that are one unit, and of others

@@ -88,6 +88,9 @@ class Muon(Rule):
         elementwise: Callable[[], Foreach],
     ) -> None:
         self.numerics = numerics
+        self.plan = plan
+        self.own = own
+        self.device = device
         self.meter = meter
         self.elementwise = elementwise
         self.counts_steps = numerics.config.momentum_warmup is not None
@@ -118,7 +121,12 @@ class Muon(Rule):
         self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
     ) -> MuonRound:
         """See ``Rule``."""
-        return MuonRound(self, table, sharers)
+        return self.kind_of_round(self, table, sharers)
+
+    @property
+    def kind_of_round(self) -> type[MuonRound]:
+        """The class of its work in a round."""
+        return MuonRound
 
 
 class MuonRound(RoundRule):

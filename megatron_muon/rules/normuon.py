@@ -21,19 +21,16 @@ and in the record of modded-nanogpt; so a weight's transpose is updated alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
-from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
-from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable, Stack
-from megatron_muon.rules.muon import Foreach, Muon, MuonRound
-from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.rules.muon import Muon, MuonRound
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.home_state import HomeState
 
@@ -47,23 +44,15 @@ class NorMuon(Muon):
     ``home_state`` is v.
     """
 
-    def __init__(
-        self,
-        numerics: Numerics,
-        plan: ExchangePlan,
-        meter: Meter,
-        own: RankPlan,
-        device: torch.device,
-        elementwise: Callable[[], Foreach],
-    ) -> None:
-        super().__init__(numerics, plan, meter, own, device, elementwise)
-        self.home_state: HomeState = HomeState(plan.matrices, own.rank, device)
+    def __init__(self, *of_muon: Any) -> None:
+        super().__init__(*of_muon)
+        matrices = self.plan.matrices
+        self.home_state: HomeState = HomeState(matrices, self.own.rank, self.device)
 
-    def of_round(
-        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
-    ) -> NorMuonRound:
-        """See ``Rule``."""
-        return NorMuonRound(self, table, sharers)
+    @property
+    def kind_of_round(self) -> type[NorMuonRound]:
+        """See ``Muon``."""
+        return NorMuonRound
 
 
 class NorMuonRound(MuonRound):

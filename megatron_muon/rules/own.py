@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,10 +21,8 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import by_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
-from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.table import RoundTable, Stack
+from megatron_muon.planning.rounds.table import Stack
 from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound
-from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Rule
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
@@ -52,20 +50,17 @@ def make(numerics: Numerics, *others: Any) -> Rule:
 class OwnMuon(Muon):
     """Muon with a function of one's own in place of Newton-Schulz."""
 
-    def __init__(
-        self, own: OwnRule, numerics: Numerics, plan: ExchangePlan, *others: Any
-    ) -> None:
-        super().__init__(numerics, plan, *others)
-        self.own = own
-        self.flops = (0,) * len(plan.matrices)
-        if own.scale is not None:
-            self.scales = [own.scale(*matrix.whole) for matrix in plan.matrices]
+    def __init__(self, rule: OwnRule, *of_muon: Any) -> None:
+        super().__init__(*of_muon)
+        self.rule = rule
+        self.flops = (0,) * len(self.plan.matrices)
+        if rule.scale is not None:
+            self.scales = [rule.scale(*matrix.whole) for matrix in self.plan.matrices]
 
-    def of_round(
-        self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
-    ) -> OwnRound:
-        """See ``Rule``."""
-        return OwnRound(self, table, sharers)
+    @property
+    def kind_of_round(self) -> type[OwnRound]:
+        """See ``Muon``."""
+        return OwnRound
 
 
 class OwnRound(MuonRound):
@@ -93,7 +88,7 @@ class OwnRound(MuonRound):
             matrices = source.flatten(2).to(torch.float32, copy=True)
             sound = largest_of(matrices.flatten(1)).isfinite()
             acts = (sound & moves).view(-1, 1, 1)
-            found = applied(self._muon.own, matrices.masked_fill_(~acts, 0.0))
+            found = applied(self._muon.rule, matrices.masked_fill_(~acts, 0.0))
             rounded = found.masked_fill(~acts, 0.0).to(target.dtype)
             target.copy_(rounded.view(target.shape))
             unsound = torch.where(sound, 0.0, math.nan)

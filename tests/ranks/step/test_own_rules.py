@@ -156,8 +156,8 @@ def _raises_on_a_rank() -> str:
         return error_of(lambda: take_step(built, 1))
     broken = mock.Mock(side_effect=ZeroDivisionError("had enough"))
     (part,) = built.optimizer.chained_optimizers
-    own = replace(part.muon.rule.own, direction=broken)
-    with mock.patch.object(part.muon.rule, "own", own):
+    own = replace(part.muon.rule.rule, direction=broken)
+    with mock.patch.object(part.muon.rule, "rule", own):
         return error_of(lambda: take_step(built, 1))
 
 
