@@ -95,10 +95,9 @@ class Products:
     # another symmetric product than torch's matmul
     kernel: SymmetricKernel | None = None
 
-    def enter(self, x: Tensor, *, is_scaled: bool = False) -> Tensor:
-        """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""
-        scaled = x if is_scaled or self.scale == 1.0 else x * self.scale
-        return scaled.to(self.dtype).to(self.held)
+    def enter(self, x: Tensor) -> Tensor:
+        """``scale``·X in fp32, rounded to ``dtype`` and held in ``held``."""
+        return x.to(self.dtype).to(self.held)
 
     def unscale(self, *, is_last: bool) -> float:
         """The factor of a product that makes an iterate: the last one is not scaled."""

@@ -139,7 +139,7 @@ def _entered(
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
     has_direction = (norm > 0) & (every[:, 1].sum() > 0)
     by = torch.where(has_direction, norm, math.inf) / products.scale
-    return [products.enter(one.div_(by), is_scaled=True) for one in made], norm
+    return [products.enter(one.div_(by)) for one in made], norm
 
 
 def _gram(

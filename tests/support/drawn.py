@@ -254,7 +254,7 @@ def trials(
                 devices, (1 - nudge, 1.0, 1 + nudge)
             ):
                 made = standard_iteration(
-                    products.enter(x * factor), triples, products
+                    products.enter(products.scale * x * factor), triples, products
                 ).double()
                 error = torch.maximum(error, _norm(made - exact) / _norm(exact))
                 top = torch.maximum(top, _top(made))
@@ -265,7 +265,13 @@ def trials(
                     else GRAM_ERROR * error
                 )
                 yield Trial(
-                    each, products.enter(x), products, triples, exact, allowed, top
+                    each,
+                    products.enter(products.scale * x),
+                    products,
+                    triples,
+                    exact,
+                    allowed,
+                    top,
                 )
 
 

@@ -74,7 +74,9 @@ def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
             exact = exactly(matrix, triples)
             apart, together = (
                 (
-                    standard_iteration(p.enter(normalize(matrix.float())), triples, p)
+                    standard_iteration(
+                        p.enter(p.scale * normalize(matrix.float())), triples, p
+                    )
                     - exact
                 ).norm()
                 for p in (plain, replace(plain, folded=True))

@@ -253,7 +253,7 @@ def _in_order(layout: Any, model: _Chunk) -> Any:
             for index, start in zip(order, begun, strict=True):
                 stop = start + bucket.sizes[index]
                 places[in_bucket[number][index]] = (first + start, first + stop, number)
-            unpadded[number] = begun[-1] + bucket.sizes[order[-1]]
+            unpadded[number] = stop
     # as Megatron has them
     in_place = sorted(places.items(), key=lambda item: item[1][0])
     # param_indices, which only fp8 needs, are as Megatron numbers its parameters

@@ -130,7 +130,7 @@ class EarlyGathers:
         """
         if not self._in_step:
             self.forget()
-        if not (self._in_step and self._started):
+        if not self._started:
             yield
             return
         started = self.gathers[: self._started]
