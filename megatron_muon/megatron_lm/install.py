@@ -19,7 +19,7 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS, check_arguments
-from megatron_muon.megatron_lm import bucketing, checkpointing
+from megatron_muon.megatron_lm import bucketing, checkpointing, loop
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -29,7 +29,6 @@ from megatron_muon.megatron_lm.flags.parser import (
     refuse_forks_flags,
 )
 from megatron_muon.megatron_lm.host import MegatronLM
-from megatron_muon.megatron_lm.loop import early_gathers, step_traces
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Function, Patches, replaced
@@ -75,7 +74,7 @@ def wrap(module_name: str, name: str, wrapper: Function) -> None:
 def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
     set_host(NO_HOST)
-    step_traces.forget()
+    loop.forget_traces()
     _patches.undo()
 
 
@@ -124,7 +123,7 @@ def _validate_args(
     It has Megatron's branches for its own Muon: assertions up to 0.17, later a rewrite
     of ``use_distributed_optimizer``.
     """
-    step_traces.check(args)
+    loop.check_traces(args)
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
     is_free = written(args, "muon_dp_layout") is None
@@ -394,8 +393,8 @@ _WRAPPERS: dict[str, Function] = {
     "load_checkpoint": checkpointing.load_checkpoint,
     "get_megatron_optimizer_config": _get_megatron_optimizer_config,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
-    "train": early_gathers.train,
-    "train_step": step_traces.train_step,
+    "train": loop.train,
+    "train_step": loop.train_step,
 }
 # Replaced in the one module only: in megatron.core, ``mcore.wiring.install`` wraps it.
 _THERE_ALONE = ("get_megatron_muon_optimizer",)

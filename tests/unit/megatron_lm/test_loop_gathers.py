@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGather, EarlyGathers
-from megatron_muon.megatron_lm.loop.early_gathers import train
+from megatron_muon.megatron_lm.loop import train
 from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.runtime.patches import around
 

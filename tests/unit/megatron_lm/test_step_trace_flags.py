@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.megatron_lm.loop.step_traces import check
+from megatron_muon.megatron_lm.loop import check_traces
 
 
 def _args(folder: Path, **given: object) -> Namespace:
@@ -19,8 +19,8 @@ def _args(folder: Path, **given: object) -> Namespace:
 
 
 def test_a_namespace_may_be_checked_twice(tmp_path: Path) -> None:
-    check(_args(tmp_path, train_iters=3))
-    check(_args(tmp_path, train_iters=None))
+    check_traces(_args(tmp_path, train_iters=3))
+    check_traces(_args(tmp_path, train_iters=None))
     assert (tmp_path / "t").is_dir()
 
 
@@ -46,7 +46,7 @@ def test_errors_come_before_the_run(
     given: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        check(_args(tmp_path, **given))
+        check_traces(_args(tmp_path, **given))
 
 
 def test_a_restart_is_not_refused_for_the_traces_of_an_earlier_run(
@@ -55,4 +55,4 @@ def test_a_restart_is_not_refused_for_the_traces_of_an_earlier_run(
     """At which step it starts is known only after the load."""
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "rank0.json.gz").touch()
-    check(_args(tmp_path))
+    check_traces(_args(tmp_path))

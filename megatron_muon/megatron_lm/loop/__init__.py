@@ -1,1 +1,0 @@
-"""The plugin's part in Megatron-LM's training loop."""
