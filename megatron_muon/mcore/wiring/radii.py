@@ -108,8 +108,8 @@ class RunRadii:
             groups = part.optimizer.param_groups
             norms = norms_at_start(part.muon, groups, part.states)
             for name, norm in norms.items():
-                radius = given.get(name.partition("[")[0])
-                found[name] = loaded.get(name, norm) if radius is None else radius
+                before = loaded.get(name, norm)
+                found[name] = given.get(name.partition("[")[0], before)
         return found
 
     def _given(self, part: Any) -> dict[str, float]:
