@@ -6,9 +6,7 @@ from megatron_muon.mcore.seams.row import Place, Row
 
 _STATE = Place("megatron.core.parallel_state")
 _DDP = Place("megatron.core.distributed", "DistributedDataParallel")
-_DDP_CONFIG = Place("megatron.core.distributed", "DistributedDataParallelConfig")
 _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
-_BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
 _SANITIZER = Place("torch.cuda._sanitizer")
 ROWS: tuple[Row, ...] = (
     _STATE.called(
@@ -27,12 +25,12 @@ ROWS: tuple[Row, ...] = (
         "enable_cuda_sanitizer", "raises an error where streams race, from then on"
     ),
     _SANITIZER.read("CUDASanitizerErrors", "that error"),
-    *_BUFFER.has(
+    *Place(_BUFFERS.module, "_ParamAndGradBuffer").has(
         grad_data="all gradients of a buffer, whose memory is freed between rows",
         param_data="all parameters of a buffer, likewise",
     ),
     *_BUFFERS.has(main_grad="a parameter's gradient in its buffer"),
-    *_DDP_CONFIG.has(
+    *Place("megatron.core.distributed", "DistributedDataParallelConfig").has(
         bucket_size="elements of a bucket",
         overlap_grad_reduce="whether gradients are reduced as they come",
     ),
@@ -45,9 +43,6 @@ _LATER = Place("megatron.core.optimizer.emerging_optimizers", since=18)
 _LAYER_WISE = Place("megatron.core.optimizer.layer_wise_optimizer", since=18)
 _WHOLE = Place(_LAYER_WISE.module, "LayerWiseDistributedOptimizer", since=18)
 _CONFIG = Place("megatron.core.optimizer", "OptimizerConfig", since=16)
-_SHARDED = Place(
-    "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", 16
-)
 _TIMED = "its iteration, timed"
 UPSTREAM: tuple[Row, ...] = (
     Place("megatron.core.optimizer", since=17).read(
@@ -68,7 +63,9 @@ UPSTREAM: tuple[Row, ...] = (
         "over how many ranks its layout cuts a buffer of experts' weights",
         since=18,
     ),
-    *_SHARDED.has(
+    *Place(
+        "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params", 16
+    ).has(
         float16_groups="parameters that have fp32 main parameters",
         fp32_from_float16_groups="their fp32 main parameters",
     ),
@@ -86,10 +83,9 @@ UPSTREAM: tuple[Row, ...] = (
     ),
 )
 # Of that package itself.
-_MUON_UTILS = Place("emerging_optimizers.orthogonalized_optimizers.muon_utils")
 PACKAGE = (
     Place("emerging_optimizers").read("__version__", "the installed release"),
-    _MUON_UTILS.replaced(
+    Place("emerging_optimizers.orthogonalized_optimizers.muon_utils").replaced(
         "newton_schulz", "the iteration that newton_schulz_tp calls, timed"
     ),
 )

@@ -11,18 +11,14 @@ _DISTRIBUTED = Place("megatron.core.optimizer.distrib_optimizer")
 _RANDOM = Place("megatron.core.tensor_parallel.random")
 _MAPPINGS = Place("megatron.core.tensor_parallel.mappings")
 _ATTENTION = Place("megatron.core.transformer.dot_product_attention")
-_LATENT = Place("megatron.core.transformer.multi_latent_attention", since=14)
-_TE = Place("megatron.core.extensions.transformer_engine", since=14)
 _NORM = Place("megatron.core.transformer.torch_norm")
 _MOE = Place("megatron.core.transformer.moe.moe_utils")
-_DISPATCHER = Place("megatron.core.transformer.moe.token_dispatcher")
 _GROUPED = Place("megatron.core.transformer.moe.grouped_gemm_util", until=16)
-_DEVICE = Place("torch.utils._device")
-_PARALLEL = Place("megatron.core.model_parallel_config", "ModelParallelConfig")
-_STATE = Place("megatron.core.parallel_state")
 ROWS = (
     # --- torch
-    _DEVICE.called("_device_constructors.cache_clear", "what a device context acts on"),
+    Place("torch.utils._device").called(
+        "_device_constructors.cache_clear", "what a device context acts on"
+    ),
     Place("torch.distributed").called(
         "ProcessGroupGloo._Options", "one device for all groups"
     ),
@@ -36,7 +32,9 @@ ROWS = (
         "_quantize_param_shard_impl", "there is no fp8 here"
     ),
     # --- pipeline stages
-    _PARALLEL.replaced("deallocate_pipeline_outputs", "off: gloo reads what is sent"),
+    Place("megatron.core.model_parallel_config", "ModelParallelConfig").replaced(
+        "deallocate_pipeline_outputs", "off: gloo reads what is sent"
+    ),
     # --- random numbers
     _RANDOM.replaced("_set_cuda_rng_state", "sets the CPU generator's state"),
     _RANDOM.replaced("_get_cuda_rng_state", "reads the CPU generator's state"),
@@ -50,9 +48,15 @@ ROWS = (
         "DotProductAttention.forward(query, key, value, attention_mask)",
         "all ranks' keys",
     ),
-    _LATENT.replaced("HAVE_TE", "whether Transformer Engine is installed"),
-    _TE.read("HAVE_TE", "whether Transformer Engine is installed"),
-    _STATE.called("get_context_parallel_group", "the ranks that share a sequence"),
+    Place("megatron.core.transformer.multi_latent_attention", since=14).replaced(
+        "HAVE_TE", "whether Transformer Engine is installed"
+    ),
+    Place("megatron.core.extensions.transformer_engine", since=14).read(
+        "HAVE_TE", "whether Transformer Engine is installed"
+    ),
+    Place("megatron.core.parallel_state").called(
+        "get_context_parallel_group", "the ranks that share a sequence"
+    ),
     Place("megatron.core.transformer.enums").read(
         "AttnMaskType.causal", "the causal mask"
     ),
@@ -64,7 +68,9 @@ ROWS = (
         "RouterGatingLinearFunction", "tests Transformer Engine's name", since=14
     ),
     _MOE.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
-    _DISPATCHER.replaced("maybe_move_tensor_to_cpu", "takes CPU tensors, too"),
+    Place("megatron.core.transformer.moe.token_dispatcher").replaced(
+        "maybe_move_tensor_to_cpu", "takes CPU tensors, too"
+    ),
     _GROUPED.replaced("grouped_gemm", "a package of kernels"),
     _GROUPED.replaced("ops", "its functions"),
     # --- norms
@@ -74,10 +80,11 @@ ROWS = (
 
 # Symbols of Megatron-LM's scripts, checked only where those are installed.
 _INITIALIZE = Place("megatron.training.initialize")
-_KERNELS = Place("megatron.legacy.fused_kernels", until=16)
 TRAINING = (
     _INITIALIZE.replaced("initialize_megatron", "is told that there may be no GPU"),
     _INITIALIZE.replaced("set_jit_fusion_options", "nothing is fused"),
     _INITIALIZE.read("fused_kernels", "whether kernels are loaded", until=16),
-    _KERNELS.replaced("load", "loads no kernels"),
+    Place("megatron.legacy.fused_kernels", until=16).replaced(
+        "load", "loads no kernels"
+    ),
 )

@@ -5,17 +5,10 @@ check it.
 from megatron_muon.mcore.seams.row import Place
 
 _STATE = Place("megatron.core.parallel_state")
-_TRANSFORMER = Place("megatron.core.transformer")
-_PARALLEL = Place("megatron.core.tensor_parallel")
 _SPECS = Place("megatron.core.models.gpt.gpt_layer_specs")
-_GROUPS = Place(
-    "megatron.core.process_groups_config", "ProcessGroupCollection", since=16
-)
 _TRAINING = Place("megatron.training")
 _LOOP = Place("megatron.training.training")
 _VARIABLES = Place("megatron.training.global_vars")
-_INITIALIZE = Place("megatron.training.initialize")
-_FAKE = Place("torch.testing._internal.distributed.fake_pg")
 ROWS = (
     # --- ranks
     _STATE.called(
@@ -42,7 +35,9 @@ ROWS = (
         "model_parallel_cuda_manual_seed(seed)",
         "seeds for the initialization of weights",
     ),
-    _FAKE.called("FakeStore", "process groups that do nothing"),
+    Place("torch.testing._internal.distributed.fake_pg").called(
+        "FakeStore", "process groups that do nothing"
+    ),
     Place("torch.cuda").replaced("current_device", "the meta device"),
     # --- a GPT
     Place("megatron.core.models.gpt").called(
@@ -51,8 +46,10 @@ ROWS = (
     Place("megatron.core.transformer.module").called(
         "Float16Module", "wraps it in 16 bits"
     ),
-    _TRANSFORMER.called("MLATransformerConfig", "settings with latent attention"),
-    _PARALLEL.called(
+    Place("megatron.core.transformer").called(
+        "MLATransformerConfig", "settings with latent attention"
+    ),
+    Place("megatron.core.tensor_parallel").called(
         "set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)",
         "marks on parameters",
     ),
@@ -74,10 +71,12 @@ SCRIPT = (
     _LOOP.replaced("get_megatron_optimizer", "replaced to stop it there"),
     _TRAINING.replaced("pretrain", "what a script imports"),
     _TRAINING.called("get_args", "the arguments, validated"),
-    _INITIALIZE.called(
+    Place("megatron.training.initialize").called(
         "initialize_megatron(skip_mpu_initialization)", "parses arguments"
     ),
-    _GROUPS.called(
+    Place(
+        "megatron.core.process_groups_config", "ProcessGroupCollection", since=16
+    ).called(
         "use_mpu_process_groups", "a rank's groups, for scripts that hand them on"
     ),
     _VARIABLES.called("set_args(args)", "whose model is built"),

@@ -8,20 +8,10 @@ _LATENT = Place("megatron.core.transformer.multi_latent_attention", "MLASelfAtte
 _CORE = Place("megatron.core.transformer.dot_product_attention", "DotProductAttention")
 _SOFTMAX = Place("megatron.core.fusions.fused_softmax", "FusedScaleMaskSoftmax")
 _LAYERS = Place("megatron.core.tensor_parallel.layers")
-_LANGUAGE = Place("megatron.core.models.common.language_module.language_module")
-_CLIP = Place("megatron.core.optimizer.qk_clip", since=16)
 # Classes of which attributes are read.
 _MODEL = Place(_TRANSFORMER.module, "TransformerConfig")
-_MLA_MODEL = Place(_TRANSFORMER.module, "MLATransformerConfig")
 _OPTIM = Place("megatron.core.optimizer", "OptimizerConfig")
 _DDP = Place("megatron.core.distributed", "DistributedDataParallelConfig")
-_ANY = Place(_ATTENTION.module, "Attention")
-_SELF = Place(_ATTENTION.module, "SelfAttention")
-_CROSS = Place(_ATTENTION.module, "CrossAttention")
-_LAYER = Place("megatron.core.transformer.transformer_layer", "TransformerLayer")
-_MIXER = Place("megatron.core.ssm.mamba_mixer", "MambaMixer")
-_DELTA = Place("megatron.core.ssm.gated_delta_net", "GatedDeltaNet", 16, 18)
-_LATER_DELTA = Place("megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", since=19)
 
 _QKV = "which rows of linear_qkv are q, k and v"
 _ROWS = "which rows of latent attention are a head's or a latent's"
@@ -30,16 +20,9 @@ _TP = "the ranks that share a dense weight"
 _EP = "the ranks that share a layer's experts"
 _BLOCKS = "blocks of gate and up rows"
 _REFUSED = "refused if on, since Muon does not support it yet"
-_SCALING = "refused if on with another recipe than delayed scaling"
 _STATE = Place("megatron.core.parallel_state")
-# A caller may pass any object with these attributes; Megatron's class has these names.
-_GROUPS = Place(
-    "megatron.core.process_groups_config", "ProcessGroupCollection", since=15
-)
 _STAGE = "the ranks of a stage"
 _EXPERT_TP = "the ranks that share an expert's weights"
-_SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
-_CP = "with_context_parallel"
 ROWS: tuple[Row, ...] = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
@@ -72,7 +55,7 @@ ROWS: tuple[Row, ...] = (
     Place("megatron.core.transformer.enums").read(
         "AttnMaskType", "whether a mask is causal"
     ),
-    _CLIP.wrapped(
+    Place("megatron.core.optimizer.qk_clip", since=16).wrapped(
         "clip_qk(model, log_max_only)", "called after each step; clips shards"
     ),
     # --- settings
@@ -86,7 +69,7 @@ ROWS: tuple[Row, ...] = (
         num_attention_heads=_QKV,
         num_query_groups=_QKV,
         kv_channels=_QKV,
-        fp8_param=_SCALING,
+        fp8_param="refused if on with another recipe than delayed scaling",
         fp8_recipe="how fp8 parameters are scaled",
         qk_layernorm="whether queries and keys are normalized after their projection",
     ),
@@ -98,7 +81,7 @@ ROWS: tuple[Row, ...] = (
         qk_clip_alpha="the queries' share of a clip",
         log_max_attention_logit="whether attention logits are watched",
     ),
-    *_MLA_MODEL.has(
+    *Place(_TRANSFORMER.module, "MLATransformerConfig").has(
         qk_head_dim=_ROWS,
         qk_pos_emb_head_dim=_ROWS,
         v_head_dim=_ROWS,
@@ -108,15 +91,17 @@ ROWS: tuple[Row, ...] = (
     *_MODEL.has(since=18, moe_mlp_glu_interleave_size=_BLOCKS),
     *_MODEL.has(since=19, moe_shared_expert_glu_interleave_size=_BLOCKS),
     # --- modules
-    *_SELF.has(
+    *Place(_ATTENTION.module, "SelfAttention").has(
         linear_qkv="the fused projection of q, k and v",
         config="the settings that an attention was built from",
     ),
-    *_CROSS.has(
+    *Place(_ATTENTION.module, "CrossAttention").has(
         linear_kv="the fused projection of k and v",
         linear_q="the projection of q, which heads split",
     ),
-    *_ANY.has(core_attention="the module that computes logits"),
+    *Place(_ATTENTION.module, "Attention").has(
+        core_attention="the module that computes logits"
+    ),
     *_LATENT.has(
         linear_q_proj="its weight has the heads' rows one by one",
         linear_q_up_proj="its weight has the heads' rows one by one",
@@ -127,7 +112,9 @@ ROWS: tuple[Row, ...] = (
         attn_mask_type="whether the mask is causal where none is passed",
         scale="a factor of the logits that the softmax itself applies",
     ),
-    *_LAYER.has(layer_number="a layer's number over all pipeline stages, from 1 on"),
+    *Place("megatron.core.transformer.transformer_layer", "TransformerLayer").has(
+        layer_number="a layer's number over all pipeline stages, from 1 on"
+    ),
     # --- process groups
     _STATE.called("get_tensor_and_data_parallel_group(with_context_parallel)", _STAGE),
     _STATE.called("get_tensor_model_parallel_group", _TP),
@@ -142,9 +129,13 @@ ROWS: tuple[Row, ...] = (
     _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
     _STATE.called("get_pipeline_model_parallel_group", "the pipeline stages"),
     _STATE.called(
-        "get_data_parallel_group(with_context_parallel, partial_data_parallel)", _SHARDS
+        "get_data_parallel_group(with_context_parallel, partial_data_parallel)",
+        "how many shards a grad buffer has, inside one optimizer instance",
     ),
-    *_GROUPS.has(
+    # A caller may pass any object with these attributes; Megatron's class has them.
+    *Place(
+        "megatron.core.process_groups_config", "ProcessGroupCollection", since=15
+    ).has(
         tp=_TP,
         expt_tp=_EXPERT_TP,
         ep=_EP,
@@ -161,7 +152,7 @@ ROWS: tuple[Row, ...] = (
         sequence_parallel="its gradient is added up over TP ranks",
         allreduce="False on experts' weights, which have buffers of their own",
     ),
-    *_LANGUAGE.has(
+    *Place("megatron.core.models.common.language_module.language_module").has(
         is_embedding_or_output_parameter="an embedding or output: AdamW's",
         shared_embedding="a tied embedding, whose copies need one optimizer",
         shared="the last stage's copy of a tied embedding",
@@ -182,9 +173,13 @@ REFUSALS = (
 )
 # Modules whose import needs packages of kernels, so that no run's start checks them.
 HYBRID = (
-    *_MIXER.has(d_inner=_PARTS, ngroups=_PARTS, d_state=_PARTS, nheads=_PARTS),
-    *_DELTA.has(qk_dim=_PARTS, v_dim=_PARTS, num_value_heads=_PARTS),
-    *_LATER_DELTA.has(
+    *Place("megatron.core.ssm.mamba_mixer", "MambaMixer").has(
+        d_inner=_PARTS, ngroups=_PARTS, d_state=_PARTS, nheads=_PARTS
+    ),
+    *Place("megatron.core.ssm.gated_delta_net", "GatedDeltaNet", 16, 18).has(
+        qk_dim=_PARTS, v_dim=_PARTS, num_value_heads=_PARTS
+    ),
+    *Place("megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", since=19).has(
         in_proj_split_sections=_PARTS, in_proj_split_names=_PARTS, tp_size=_PARTS
     ),
 )

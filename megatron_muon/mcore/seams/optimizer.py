@@ -11,33 +11,18 @@ _CONFIG = Place(_CORE.module, "OptimizerConfig")
 _CPU = Place("megatron.core.optimizer.cpu_offloading")
 _HYBRID = Place(_CPU.module, "HybridDeviceOptimizer")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
-_SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
-_OWN_MUON = Place("megatron.core.optimizer.muon", since=16, until=17)
-_SCHEDULE = Place("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler")
 _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
-_BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
-_BUCKET = Place(_BUFFERS.module, "_ParamAndGradBucket")
 _GROUP = Place(_BUFFERS.module, "_ParamAndGradBucketGroup")
 _DISTRIBUTED = Place("megatron.core.distributed")
 _DDP = Place(_DISTRIBUTED.module, "DistributedDataParallel")
-_DDP_CONFIG = Place(_DISTRIBUTED.module, "DistributedDataParallelConfig")
 # The first version that takes a layout of its grad buffers is 0.18.
 _LAYOUTS = Place("megatron.core.optimizer.param_layout", "FullParamLayout", since=18)
-_LAYOUT = Place(_LAYOUTS.module, "PerBufferParamLayout", since=18)
 _OFF = "refused if off"
-_EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
 _NORM = "the gradients that the norm counts"
-_SKIPS = "reduces the flag that skips a step"
 _BUILDS = "builds a chain around Adam, which becomes Muon's"
 _BELOW = "what a builder calls that was taken before install()"
-# Saving and loading: a run would miss one of these only at its first save.
-_DIST14 = Place(_DIST.module, _DIST.owner, until=14)
-_DIST15 = Place(_DIST.module, _DIST.owner, since=15)
+# A run would miss one of these only at its first save.
 _CKPT = Place("megatron.core.dist_checkpointing")
-_MAPPING = Place("megatron.core.dist_checkpointing.mapping")
-_SERIALIZATION = Place("megatron.core.dist_checkpointing.serialization")
-_VALIDATION = Place("megatron.core.dist_checkpointing.validation", since=19)
-_ASYNC = Place("megatron.core.dist_checkpointing.strategies.async_utils")
 # Overridden to name the phase in the error where a peer is lost; replaced in a step
 # that is traced.
 SYNCS = (
@@ -52,7 +37,9 @@ ROWS: tuple[Row, ...] = (
     *_CONFIG.has(
         optimizer="whether it is muon; adam while Megatron builds",
         use_distributed_optimizer=_OFF,
-        overlap_param_gather_with_optimizer_step=_EARLY,
+        overlap_param_gather_with_optimizer_step=(
+            "refused with fp16 or experts, where Megatron trains wrongly"
+        ),
         fp16="whether there is a loss scaler",
         bf16="whether weights lack 16 bits of an fp32 number",
         clip_grad="whether gradients are clipped before momentum adds them",
@@ -71,7 +58,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *_CONFIG.has(since=15, decoupled_weight_decay=_OFF),
     _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
-    *_DDP_CONFIG.has(
+    *Place(_DISTRIBUTED.module, "DistributedDataParallelConfig").has(
         use_distributed_optimizer=_OFF,
         num_distributed_optimizer_instances="number of parts of a stage's ranks",
         fp8_param_gather="refused if on with another recipe than delayed scaling",
@@ -86,7 +73,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *SYNCS,
     # --- its rates
-    _SCHEDULE.called(
+    Place("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler").called(
         "step(increment)", "sets the groups' rates; by 0 once more, after a load"
     ),
     # --- making one
@@ -108,7 +95,7 @@ ROWS: tuple[Row, ...] = (
     ),
     _CORE.wrapped("_get_megatron_optimizer_based_on_param_groups(config)", _BELOW),
     _CORE.wrapped("_get_megatron_emerging_optimizer(config)", _BELOW, since=18),
-    _OWN_MUON.wrapped(
+    Place("megatron.core.optimizer.muon", since=16, until=17).wrapped(
         "get_megatron_muon_optimizer(config, model_chunks, "
         "layer_wise_distributed_optimizer, pg_collection)",
         "builds Megatron's own Muon",
@@ -155,7 +142,11 @@ ROWS: tuple[Row, ...] = (
     _DIST.overridden(
         "get_grads_for_grad_norm(grad_norm_group)", _NORM, since=19, inherited=True
     ),
-    _DIST.overridden("_unscale_main_grads_and_check_for_nan", _SKIPS, inherited=True),
+    _DIST.overridden(
+        "_unscale_main_grads_and_check_for_nan",
+        "reduces the flag that skips a step",
+        inherited=True,
+    ),
     _DIST.overridden("_collect_main_grad_data_for_unscaling", "what that flag is of"),
     _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm"),
     _CHAIN.overridden(
@@ -172,7 +163,7 @@ ROWS: tuple[Row, ...] = (
         "get_parameters", "flat fp32 shards of the inner Adam", inherited=True
     ),
     # --- the loss scale, which the plugin makes dense and experts' optimizers share
-    _SCALER.overridden(
+    Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler").overridden(
         "update(found_inf)", "is told if a step overflowed; moves the scale"
     ),
     # --- shards and buffers
@@ -230,25 +221,30 @@ ROWS: tuple[Row, ...] = (
         "dp_zero_gather_scatter",
     ),
     # --- the formats of 0.15 and later
-    _DIST15.overridden(
+    _DIST.overridden(
         "sharded_param_state_dp_reshardable(model_sharded_state_dict, is_loading)",
         "entries for each bucket",
+        since=15,
     ),
-    _DIST15.overridden(
-        "load_parameter_state_from_dp_reshardable(state_dict)", "the same back"
+    _DIST.overridden(
+        "load_parameter_state_from_dp_reshardable(state_dict)",
+        "the same back",
+        since=15,
     ),
-    _DIST15.overridden(
+    _DIST.overridden(
         "sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading)",
         "by parameter's number",
+        since=15,
     ),
     # --- the formats up to 0.14, which later ones still read
     _DIST.overridden(
         "sharded_param_state_fs_model_space(model_sharded_state_dict, is_loading)",
         "by parameter's number",
     ),
-    _DIST14.overridden(
+    _DIST.overridden(
         "sharded_param_state_fs_bucket_space(model_sharded_state_dict, is_loading)",
         "refused",
+        until=14,
     ),
     _DISTRIB.read(
         "param_group_identifier_keys", "by which a load pairs groups", since=14
@@ -280,15 +276,19 @@ ROWS: tuple[Row, ...] = (
         "load(sharded_state_dict, checkpoint_dir)", "reads torch_dist on every rank"
     ),
     _CKPT.replaced("load_content_metadata", "the format of a checkpoint", since=14),
-    _MAPPING.read(
+    Place("megatron.core.dist_checkpointing.mapping").read(
         "ShardedTensor(key, data, dtype, global_shape, global_offset)",
         "a rank's part of a tensor on disk, copied",
     ),
-    _ASYNC.read(
+    Place("megatron.core.dist_checkpointing.strategies.async_utils").read(
         "AsyncRequest(async_fn, finalize_fns)", "calls finalize_fns in order after it"
     ),
-    _VALIDATION.called("save_integrity_manifest(checkpoint_dir)", "hashes all files"),
-    _SERIALIZATION.read("logger", "silenced where the digest's mark is the only file"),
+    Place("megatron.core.dist_checkpointing.validation", since=19).called(
+        "save_integrity_manifest(checkpoint_dir)", "hashes all files"
+    ),
+    Place("megatron.core.dist_checkpointing.serialization").read(
+        "logger", "silenced where the digest's mark is the only file"
+    ),
     # --- attributes
     *_DIST.has(
         model_chunks="the DDP-wrapped modules, for names and marks of parameters",
@@ -312,12 +312,12 @@ ROWS: tuple[Row, ...] = (
         shard_fp32_groups="flat views of them",
     ),
     *_CHAIN.has(chained_optimizers="the optimizers in it", config="the run's settings"),
-    *_BUFFER.has(
+    *Place(_BUFFERS.module, "_ParamAndGradBuffer").has(
         param_index_map="(start, stop, bucket) of each parameter",
         buckets="in the order of their elements",
         numel_unpadded="elements of the tensors that Megatron gathers from it",
     ),
-    *_BUCKET.has(
+    *Place(_BUFFERS.module, "_ParamAndGradBucket").has(
         grad_data="all of the bucket's elements, padding too",
         offset="where the bucket begins in its buffer",
         numel_unpadded="elements of the bucket without padding",
@@ -341,7 +341,7 @@ ROWS: tuple[Row, ...] = (
         module="the model inside",
     ),
     *_LAYOUTS.has(layouts="the layout of each grad buffer"),
-    *_LAYOUT.has(
+    *Place(_LAYOUTS.module, "PerBufferParamLayout", since=18).has(
         param_index_map="(start, stop, bucket) of a parameter",
         bucket_indices="(start, stop) of each bucket",
         per_bucket_numel_unpadded="elements without padding",

@@ -11,7 +11,6 @@ from megatron_muon.mcore.seams.row import Place
 from megatron_muon.mcore.seams.rows import WAY_OUT, megatron_version
 from megatron_muon.presence import SeamError
 
-_PACKAGE = Place("megatron.training")
 _ARGS = Place("megatron.training.arguments")
 _CKPT = Place("megatron.training.checkpointing")
 _INITIALIZE = Place("megatron.training.initialize")
@@ -34,7 +33,7 @@ ROWS = (
         "parses before initialize_megatron asks for a GPU",
         until=17,
     ),
-    _PACKAGE.called("get_args", "the arguments of the run"),
+    Place("megatron.training").called("get_args", "the arguments of the run"),
     _VARIABLES.called(
         "get_tensorboard_writer", "the last rank's SummaryWriter, else None"
     ),
