@@ -42,8 +42,8 @@ def makeup_of(stage: Stage) -> tuple[object, ...]:
         neighbours_of([rank // config.node_ranks for rank in stage.members])
     ]
     for at, chunk in enumerate(stage.chunks):
-        for weight in weights([chunk]):
-            reason = why_adamw(weight, weight.tp_size(stage.sizes), config)
+        for weight in weights([chunk], stage.sizes):
+            reason = why_adamw(weight, config)
             name = re.sub(r"\blayers\.\d+", "layers", weight.name)
             is_shared = bool(getattr(weight.param, "shared_embedding", False))
             shape = tuple(weight.param.shape)

@@ -139,7 +139,7 @@ def _stage(number: int, stage: Stage) -> RoutedStage:
         earlier = [*earlier, planned.plan]
     lines = stage_lines({number: ". ".join(sentences)}) if sentences else []
     parameters: list[RoutedParameter] = []
-    for weight in weights(stage.chunks):
+    for weight in weights(stage.chunks, stage.sizes):
         ep_size = stage.sizes.ep if weight.param in of_experts else 1
         row = _adamws(weight, stage)
         experts = local_experts(stage.chunks, ep_size)
@@ -159,13 +159,12 @@ def _stage(number: int, stage: Stage) -> RoutedStage:
 def _adamws(weight: Weight, stage: Stage) -> RoutedParameter:
     """A weight's row, as long as no matrices of it are known."""
     config = stage.run.config
-    tp_size = weight.tp_size(stage.sizes)
-    reason = why_adamw(weight, tp_size, config)
+    reason = why_adamw(weight, config)
     lr_mult, wd_mult = multipliers_of(weight, config)
     return RoutedParameter(
         name=weight.name,
         shape=tuple(weight.param.shape),
-        tp=_split(weight, tp_size, config, reason),
+        tp=_split(weight, config, reason),
         ep_rank=None,
         optimizer="adamw",
         reason=reason,
@@ -197,13 +196,11 @@ def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
     return update_scale(*matrix.whole, config.where(matrix.own))
 
 
-def _split(
-    weight: Weight, tp_size: int, config: MuonConfig, reason: str | None
-) -> Split:
-    if tp_size == 1:
+def _split(weight: Weight, config: MuonConfig, reason: str | None) -> Split:
+    if weight.tp_size == 1:
         return "whole"
     if reason is None:
-        dim = matrices_of(weight, tp_size, replace(config, splits=())).partition_dim
+        dim = matrices_of(weight, replace(config, splits=())).partition_dim
     elif is_cut(weight):
         # state-space layers mark what TP ranks have a range of, and do not say along
         # which dim

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import first_names
-from megatron_muon.mcore.host.process_groups import Sizes, local_experts
+from megatron_muon.mcore.host.process_groups import local_experts
 from megatron_muon.mcore.load_check.digest import DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel, device_of_trained
 from megatron_muon.mcore.routing.param_routing import (
@@ -138,37 +138,35 @@ def _own_part(trained: TrainedModel | None) -> Table:
     ep_rank = 0 if stage.ep is None else stage.ep.rank()
     experts = local_experts(chunks, stage.sizes.ep)
     table: Table = {}
-    for weight in weights(chunks):
+    for weight in weights(chunks, stage.sizes):
         if weight.is_tied_copy:
             continue  # only some stages have it
         table[expert_name(weight.name, ep_rank, experts)] = {
-            "shape": _whole_shape(weight, stage.sizes),
-            "optimizer": _optimizer_of(weight, stage.sizes, trained.config),
+            "shape": _whole_shape(weight, stage.sizes.ep),
+            "optimizer": _optimizer_of(weight, trained.config),
         }
     return table
 
 
-def _optimizer_of(weight: Weight, sizes: Sizes, config: MuonConfig) -> str:
+def _optimizer_of(weight: Weight, config: MuonConfig) -> str:
     if not weight.param.requires_grad:
         return "frozen"
-    is_muon = why_adamw(weight, weight.tp_size(sizes), config) is None
-    return "muon" if is_muon else "adamw"
+    return "muon" if why_adamw(weight, config) is None else "adamw"
 
 
-def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
+def _whole_shape(weight: Weight, ep_size: int) -> list[int]:
     shape = list(weight.param.shape)
-    tp_size = weight.tp_size(sizes)
     # all experts in one, over EP and TP in the same dim
     if weight.is_module("GroupedMLP"):
-        shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep
+        shape[1 if weight.name.endswith("weight1") else 0] *= weight.tp_size * ep_size
         return shape
     try:
-        dim = partition_dim_of(weight, tp_size)
+        dim = partition_dim_of(weight)
     except NotImplementedError:  # an expert's weight that is not Muon's
         marked = getattr(weight.param, "tensor_model_parallel", False)
         dim = int(getattr(weight.param, "partition_dim", 0)) if marked else None
     if dim is not None and dim < len(shape):
-        shape[dim] *= tp_size
+        shape[dim] *= weight.tp_size
     return shape
 
 

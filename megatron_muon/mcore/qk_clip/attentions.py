@@ -11,7 +11,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn import Parameter
 
-from megatron_muon.mcore.host.process_groups import Chunks
+from megatron_muon.mcore.host.process_groups import Chunks, Sizes
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import (
     GroupedRows,
@@ -54,7 +54,8 @@ def watched_attentions(
     """The attentions of this rank that are to be watched; an error names one that
     cannot be.
     """
-    by_param = {weight.param: weight for weight in weights(model_chunks)}
+    every = weights(model_chunks, Sizes(tp_size))
+    by_param = {weight.param: weight for weight in every}
     watched: list[WatchedAttention] = []
     for name, attention in self_attentions(model_chunks):
         model = attention.config
@@ -66,7 +67,7 @@ def watched_attentions(
         clipped: list[ClippedWeight] = []
         if clip is not None:
             _require_clippable(name, attention, config)
-            clipped += _clipped(name, attention, by_param, config, tp_size)
+            clipped += _clipped(name, attention, by_param, config)
         heads = model.num_attention_heads
         watched.append(WatchedAttention(core, heads, clip, tuple(clipped)))
     return watched
@@ -150,17 +151,17 @@ def _clipped(
     attention: Any,
     by_param: dict[Parameter, Weight],
     config: MuonConfig,
-    tp_size: int,
 ) -> Iterator[ClippedWeight]:
     for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
-        rows = param.shape[0] * tp_size
-        whole = latent or projections_of(by_param[param], rows)
+        weight = by_param[param]
+        rows = param.shape[0] * weight.tp_size
+        whole = latent or projections_of(weight, rows)
         if whole is None or whole.rows != rows:
             raise NotImplementedError(
-                f"{name}.{linear}.weight: which of its {rows} rows over {tp_size} TP "
-                "ranks belong to which head is not known, so its logits cannot be "
-                "clipped: run without the clip"
+                f"{name}.{linear}.weight: which of its {rows} rows over "
+                f"{weight.tp_size} TP ranks belong to which head is not known, so its "
+                "logits cannot be clipped: run without the clip"
             )
         yield ClippedWeight(param, whole)
         bias = getattr(getattr(attention, linear), "bias", None)

@@ -32,13 +32,12 @@ from megatron_muon.settings.patterns import (
 def has_effect(weight: Weight, text: str, sizes: Sizes, config: MuonConfig) -> bool:
     """Whether one of ``by_pattern`` sets anything for a weight, on any EP rank."""
     ((pattern, settings),) = pairs_of((text,))
-    tp_size = weight.tp_size(sizes)
     if only(settings, OF_GROUPS) == settings:
         every = _names(weight, sizes)
         return any(is_matched(pattern, names) for names, _, _ in every)
-    if weight.param.dim() != 2 or why_adamw(weight, tp_size, config) is not None:
+    if weight.param.dim() != 2 or why_adamw(weight, config) is not None:
         return False
-    muon = matrices_of(weight, tp_size, config)
+    muon = matrices_of(weight, config)
     return any(
         is_matched(pattern, names, part)
         for names, ep_rank, experts in _names(weight, sizes)

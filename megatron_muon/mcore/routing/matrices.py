@@ -41,7 +41,7 @@ from megatron_muon.settings.rules import MATCHED
 from megatron_muon.settings.splits import own_split
 
 
-def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
+def matrices_of(weight: Weight, config: MuonConfig) -> Parameter:
     """The matrices of a 2-D weight, which has no place in a grad buffer yet.
 
     Raises:
@@ -50,23 +50,24 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
             transposed.
     """
     if weight.is_module("GroupedMLP"):
-        return _legacy_experts(weight, tp_size, config)
+        return _legacy_experts(weight, config)
     shape = (weight.param.size(0), weight.param.size(1))
-    partition_dim = partition_dim_of(weight, tp_size)
-    rows, cols = whole_shape(weight, tp_size)
+    partition_dim = partition_dim_of(weight)
+    split = (weight.name, shape, partition_dim, weight.tp_size)
+    rows, cols = whole_shape(weight)
     fused = fused_of(weight, rows)
     kind = split_of(weight, config, fused)
     own = own_split(kind)
     if own is not None and own.of == "cols":
         require_own(weight, kind, own, cols)
-        return _columns(weight, kind, len(own.sizes), tp_size, partition_dim)
+        return _columns(weight, kind, len(own.sizes))
     if own is not None:
         fused = rows_of_ones_own(weight, kind, own, rows, fused)
     if fused is None or (kind == "whole" and len(fused.sections) == 1):
-        matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
+        matrices = whole_matrix(*split)
     else:
-        _require_rows(weight, fused, partition_dim, tp_size)
-        matrices = sectioned(weight.name, shape, partition_dim, tp_size, fused.by(kind))
+        _require_rows(weight, fused, rows)
+        matrices = sectioned(*split, fused.by(kind))
     return _parameter(weight, shape, partition_dim, matrices)
 
 
@@ -79,13 +80,13 @@ def numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixSha
     return replace(matrix, name=expert_name(name, ep_rank, local_experts))
 
 
-def _columns(
-    weight: Weight, kind: str, count: int, tp_size: int, partition_dim: int | None
-) -> Parameter:
+def _columns(weight: Weight, kind: str, count: int) -> Parameter:
     """Equal ranges of columns. Where TP cuts columns, matrices for the ranges of each
     TP rank.
     """
     rows, cols = weight.param.shape
+    tp_size = weight.tp_size
+    partition_dim = partition_dim_of(weight)
     ranks = tp_size if partition_dim == 1 else 1
     each, rest = divmod(count, ranks)
     if rest:
@@ -107,7 +108,7 @@ def _columns(
     return _parameter(weight, (rows, cols), 0, (made, blocks))
 
 
-def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
+def _legacy_experts(weight: Weight, config: MuonConfig) -> Parameter:
     """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D
     shape says.
 
@@ -130,7 +131,7 @@ def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Paramet
     kinds = ("whole", "gate-up")[:halves]
     apart = chosen_split(weight, config, "whole", kinds) == "gate-up"
     matrices = batched_matrices(
-        names, shape, partition_dim, tp_size, halves, apart=apart
+        names, shape, partition_dim, weight.tp_size, halves, apart=apart
     )
     return _parameter(weight, shape, partition_dim, matrices)
 
@@ -160,11 +161,10 @@ def _parameter(
     )
 
 
-def _require_rows(
-    weight: Weight, fused: FusedRows, partition_dim: int | None, tp_size: int
-) -> None:
+def _require_rows(weight: Weight, fused: FusedRows, rows: int) -> None:
     """It has the rows that its settings promise, and TP splits no columns of it."""
-    rows, _ = whole_shape(weight, tp_size)
+    tp_size = weight.tp_size
+    partition_dim = partition_dim_of(weight)
     if rows != fused.rows:
         raise NotImplementedError(
             f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks "

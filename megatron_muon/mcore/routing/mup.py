@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of, read
@@ -77,9 +76,9 @@ def _muons(
     for weight in weights(model_chunks):
         model = weight.model_config
         tp_size = model.tensor_model_parallel_size
-        expert_tp = model.expert_tensor_parallel_size or tp_size
-        sizes = Sizes(tp_size, expert_tp, model.expert_model_parallel_size)
-        if why_adamw(weight, weight.tp_size(sizes), config) is None:
+        if weight.is_expert:
+            tp_size = model.expert_tensor_parallel_size or tp_size
+        if why_adamw(dataclasses.replace(weight, tp_size=tp_size), config) is None:
             found.add(weight.param)
     return found
 

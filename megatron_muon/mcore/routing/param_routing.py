@@ -61,6 +61,7 @@ _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
 # Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16
 # the norm in a Mamba mixer.
 _CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
+_NO_TP = Sizes(1)
 _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LAST = re.compile(r"(?!.*\blayers\.)(.*\.)?(final_layernorm|final_norm|output_layer)$")
@@ -82,6 +83,7 @@ class Weight:
     # the TransformerConfig that this part of the model was built from
     model_config: Any
     is_expert: bool  # one of an MoE layer's routed experts has it
+    tp_size: int = 1  # number of TP ranks that share it
 
     @property
     def leaf(self) -> str:
@@ -101,17 +103,16 @@ class Weight:
         """A last pipeline stage's copy of an embedding that the first stage has."""
         return bool(getattr(self.param, "shared", False))
 
-    def tp_size(self, sizes: Sizes) -> int:
-        """Number of TP ranks that share it."""
-        return sizes.expert_tp if self.is_expert else sizes.tp
-
     def is_module(self, *class_names: str) -> bool:
         """True if the module is of one of these classes or a subclass."""
         return is_of_class(self.module, *class_names)
 
 
-def weights(model_chunks: Chunks) -> Iterator[Weight]:
-    """Every parameter of all chunks once, in Megatron's order."""
+def weights(model_chunks: Chunks, sizes: Sizes = _NO_TP) -> Iterator[Weight]:
+    """Every parameter of all chunks once, in Megatron's order.
+
+    Who asks only for names, marks or classes may omit the ``sizes`` of TP.
+    """
     seen = set()
     for prefix, module, holders in modules(model_chunks):
         config = getattr(module, "config", None)
@@ -122,13 +123,15 @@ def weights(model_chunks: Chunks) -> Iterator[Weight]:
                 continue
             seen.add(param)
             name = prefix + short_name
+            is_expert = ".experts." in name
             yield Weight(
                 name=name,
                 param=param,
                 module=module,
                 holders=holders,
                 model_config=config,
-                is_expert=".experts." in name,
+                is_expert=is_expert,
+                tp_size=sizes.expert_tp if is_expert else sizes.tp,
             )
 
 
@@ -187,7 +190,7 @@ def of_any_number(name: str) -> str:
     return _NUMBER.sub(r"\1*", name)
 
 
-def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
+def why_adamw(weight: Weight, config: MuonConfig) -> str | None:
     """Why AdamW updates the weight; None where Muon does. The same at every TP and EP
     size.
 
@@ -212,9 +215,7 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
         return None
     if excluded:
         return f"{named('muon_exclude')} {excluded[0]!r}"
-    return (
-        _why_adamw_by_itself(weight, tp_size) if weight.param.numel() else "no elements"
-    )
+    return _why_adamw_by_itself(weight) if weight.param.numel() else "no elements"
 
 
 def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
@@ -228,7 +229,7 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
     ]
 
 
-def is_matched(weight: Weight, pattern: str, tp_size: int, config: MuonConfig) -> bool:
+def is_matched(weight: Weight, pattern: str, config: MuonConfig) -> bool:
     """Whether one of ``config.patterns`` has an effect on a weight.
 
     A pattern of ``splits`` has one on Muon's weights only.
@@ -237,7 +238,7 @@ def is_matched(weight: Weight, pattern: str, tp_size: int, config: MuonConfig) -
         return False
     if all(pattern != split for split, _ in config.splits):
         return True
-    return weight.param.dim() == 2 and why_adamw(weight, tp_size, config) is None
+    return weight.param.dim() == 2 and why_adamw(weight, config) is None
 
 
 def is_adapter(weight: Weight) -> bool:
@@ -245,7 +246,7 @@ def is_adapter(weight: Weight) -> bool:
     return _ADAPTER.search(weight.name) is not None
 
 
-def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
+def _why_adamw_by_itself(weight: Weight) -> str | None:
     param = weight.param
     if param.dim() != 2 and not _is_batch(weight):
         return f"{param.dim()}-D"
@@ -256,7 +257,7 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
             f"{param.dim()}-D of {type(weight.module).__name__}, which is "
             f"{NOT_IN_TABLE}"
         )
-    if _is_vector(weight, tp_size):
+    if _is_vector(weight):
         return "a vector"
     if getattr(param, "use_muon", True) is False:
         return MARKED
@@ -279,35 +280,36 @@ def _is_batch(weight: Weight) -> bool:
     return is_batch and not weight.is_module("_ConvNd") and not is_adapter(weight)
 
 
-def _is_vector(weight: Weight, tp_size: int) -> bool:
+def _is_vector(weight: Weight) -> bool:
     """By the whole matrix, not by what of it a TP rank holds."""
     if min(weight.param.shape) > 1 and not weight.is_module("GroupedMLP"):
         return False
     try:
-        return min(whole_shape(weight, tp_size)) == 1
+        return min(whole_shape(weight)) == 1
     # an expert's weight; if it is Muon's, ``matrices_of`` says so
     except NotImplementedError:
         return False
 
 
-def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
+def whole_shape(weight: Weight) -> tuple[int, int]:
     """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts,
     one expert's.
 
     A NotImplementedError for an expert's, by a name that is not known.
     """
     rows, cols = weight.param.shape
+    tp_size = weight.tp_size
     if weight.is_module("GroupedMLP"):
         model = weight.model_config
         hidden, experts = model.hidden_size, model.num_moe_experts
         experts //= model.expert_model_parallel_size
         inner = weight.param.numel() * tp_size // (experts * hidden)
         return (hidden, inner) if weight.name.endswith("weight1") else (inner, hidden)
-    dim = partition_dim_of(weight, tp_size) if tp_size > 1 else None
+    dim = partition_dim_of(weight) if tp_size > 1 else None
     return rows * (tp_size if dim == 0 else 1), cols * (tp_size if dim == 1 else 1)
 
 
-def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
+def partition_dim_of(weight: Weight) -> int | None:
     """The dim that TP splits, None where TP ranks hold replicas.
 
     Transformer Engine marks every Linear as partitioned. It does so with replicated
@@ -323,7 +325,7 @@ def partition_dim_of(weight: Weight, tp_size: int) -> int | None:
     if weight.is_expert and weight.param.dim() == 2:
         if weight.leaf in _EXPERT_PARTITION_DIM:
             return _EXPERT_PARTITION_DIM[weight.leaf]
-        if tp_size == 1:
+        if weight.tp_size == 1:
             return None
         if not weight.is_module("ColumnParallelLinear", "RowParallelLinear"):
             raise NotImplementedError(

@@ -26,7 +26,6 @@ class Route:
     """Where a parameter goes."""
 
     weight: Weight  # the parameter, with its name and module
-    tp_size: int  # number of TP ranks that share it
     # of the whole parameter; of an expert's, with its likes on all EP ranks
     elements: int
     # its matrices, without a place in a grad buffer; None: AdamW's
@@ -45,14 +44,13 @@ def routes_of(model_chunks: Chunks, sizes: Sizes, config: MuonConfig) -> list[Ro
     """The routes of all of a rank's parameters that train, in Megatron's order; errors
     name one.
     """
-    trained = (weight for weight in weights(model_chunks) if weight.param.requires_grad)
-    return [_route(weight, sizes, config) for weight in trained]
+    every = weights(model_chunks, sizes)
+    return [_route(w, sizes, config) for w in every if w.param.requires_grad]
 
 
 def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
-    tp_size = weight.tp_size(sizes)
-    why = why_adamw(weight, tp_size, config)
-    muon = matrices_of(weight, tp_size, config) if why is None else None
+    why = why_adamw(weight, config)
+    muon = matrices_of(weight, config) if why is None else None
     if muon is not None and config.by_pattern:
         from megatron_muon.mcore.routing.by_pattern import require_usable
 
@@ -60,11 +58,13 @@ def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
     if muon is not None:
         replicated = muon.partition_dim is None
     elif weight.param.dim() == 2 and not weight.is_expert:
-        replicated = partition_dim_of(weight, tp_size) is None
+        replicated = partition_dim_of(weight) is None
     else:
         replicated = not is_cut(weight)
-    likes = (sizes.ep if weight.is_expert else 1) * (1 if replicated else tp_size)
-    return Route(weight, tp_size, int(weight.param.numel()) * likes, muon, why)
+    likes = sizes.ep if weight.is_expert else 1
+    if not replicated:
+        likes *= weight.tp_size
+    return Route(weight, int(weight.param.numel()) * likes, muon, why)
 
 
 def muons_of(routes: Iterable[Route]) -> set[torch.nn.Parameter]:

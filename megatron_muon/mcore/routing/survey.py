@@ -42,14 +42,14 @@ def matched_patterns(
     model_chunks: Chunks, sizes: Sizes, config: MuonConfig
 ) -> set[str]:
     """The patterns of the settings that have an effect on these chunks."""
-    every = list(weights(model_chunks)) if config.patterns else []
+    every = list(weights(model_chunks, sizes)) if config.patterns else []
 
     def is_used(pattern: str, weight: Weight) -> bool:
         if pattern in config.by_pattern:
             from megatron_muon.mcore.routing.by_pattern import has_effect
 
             return has_effect(weight, pattern, sizes, config)
-        return is_matched(weight, pattern, weight.tp_size(sizes), config)
+        return is_matched(weight, pattern, config)
 
     return {
         pattern
@@ -119,9 +119,7 @@ def _sentences_about(route: Route, config: MuonConfig) -> Iterator[tuple[str, st
     if route.muon is not None:
         if weight.leaf in UNSPLIT and len(route.muon.matrices) == 1:
             yield NOT_SPLIT, UNSPLIT[weight.leaf]
-        if config.split_qkv and is_unknown_fusion(
-            weight, whole_shape(weight, route.tp_size)[0]
-        ):
+        if config.split_qkv and is_unknown_fusion(weight, whole_shape(weight)[0]):
             holder = weight.holders[0] if weight.holders else weight.module
             yield UNKNOWN_ROWS, f"{name} (in {type(holder).__name__})"
         return

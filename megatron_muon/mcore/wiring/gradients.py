@@ -176,10 +176,7 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
         if weight.param.dim() != 2:
             # other biases and norms are marked as they are
             return is_cut(weight) or None
-        return (
-            partition_dim_of(weight, stage.tp.size()) is not None
-            or stage.tp.rank() == 0
-        )
+        return partition_dim_of(weight) is not None or stage.tp.rank() == 0
     if stage.expert_tp is None or stage.expert_tp.size() == 1:
         return True  # EP spreads experts over TP ranks too: nobody else has this one
     if weight.is_module("GroupedMLP"):

@@ -120,12 +120,12 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
         model.add_module(name, _attention(held, topology))
     settings = megatron_muon.MuonConfig()
     sizes = Sizes(topology.tp)
-    here = list(weights([model]))
+    here = list(weights([model], sizes))
     rows = {}
     for weight in here:
         fused = "linear_qkv" in weight.name or "linear_kv" in weight.name
         if fused and weight.param.dim() == 2:
-            matrices = matrices_of(weight, topology.tp, settings).matrices
+            matrices = matrices_of(weight, settings).matrices
             rows[weight.name.split(".")[0]] = [matrix.rows for matrix in matrices]
     names = names_of(routes_of([model], sizes, settings), settings)
     return rows, names.get(UNKNOWN_ROWS, [])

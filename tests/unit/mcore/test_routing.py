@@ -4,6 +4,7 @@ they hold.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,10 +94,13 @@ def _one(
     return only
 
 
-def _is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
-    return Route(
-        weight, tp_size, 0, None, why_adamw(weight, tp_size, config)
-    ).is_unknown
+def _is_unknown(weight: Weight, config: MuonConfig) -> bool:
+    return Route(weight, 0, None, why_adamw(weight, config)).is_unknown
+
+
+def _over_tp_2(weight: Weight) -> Weight:
+    """The same slice as one of two."""
+    return replace(weight, tp_size=2)
 
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -115,7 +119,7 @@ EMBEDDINGS = (
 
 def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
     def why(name: str, *shape: int, **marks: bool) -> str:
-        return str(why_adamw(_one(name, _weight(*shape, **marks)), 1, MuonConfig()))
+        return str(why_adamw(_one(name, _weight(*shape, **marks)), MuonConfig()))
 
     assert why(FC1, 4, 4) == "None"
     assert {why(name, 4, 4) for name in EMBEDDINGS} == {EMBEDDING_OR_OUTPUT}
@@ -144,17 +148,17 @@ def test_the_whole_matrix_says_whether_it_is_a_vector(
         "partition_dim": partition_dim,
     }
     weight = _one("decoder.layers.0.mlp.linear.weight", _weight(*shape, **marks))
-    assert why_adamw(weight, 1, MuonConfig()) == "a vector"
-    assert (why_adamw(weight, 2, MuonConfig()) is None) == at_tp_2
+    assert why_adamw(weight, MuonConfig()) == "a vector"
+    assert (why_adamw(_over_tp_2(weight), MuonConfig()) is None) == at_tp_2
 
 
 def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
     fc2 = _one(f"{EXPERTS}local_experts.0.linear_fc2.weight", _weight(4, 1))
-    assert why_adamw(fc2, 2, MuonConfig()) is None
+    assert why_adamw(_over_tp_2(fc2), MuonConfig()) is None
     other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
-    assert not _is_unknown(other, 1, MuonConfig())  # a vector
+    assert not _is_unknown(other, MuonConfig())  # a vector
     # how TP splits it is not known: it is named
-    assert _is_unknown(other, 2, MuonConfig())
+    assert _is_unknown(_over_tp_2(other), MuonConfig())
 
 
 @pytest.mark.parametrize("local", [1, 4])
@@ -167,8 +171,8 @@ def test_legacy_experts_are_vectors_by_one_experts_matrix(local: int) -> None:
             {f"{EXPERTS[:-1]}.{name}": _weight(*shape)}, "GroupedMLP", **sizes
         )
         (weight,) = weights([chunk])
-        assert why_adamw(weight, 1, MuonConfig()) == "a vector"
-        assert why_adamw(weight, 2, MuonConfig()) is None
+        assert why_adamw(weight, MuonConfig()) == "a vector"
+        assert why_adamw(_over_tp_2(weight), MuonConfig()) is None
 
 
 def test_an_embedding_module_is_adamws_whatever_its_name() -> None:
@@ -194,20 +198,18 @@ def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
     chunk.add_module("here", subclass)
     chunk.config = SimpleNamespace(gated_linear_unit=False)
     (only,) = weights([chunk])
-    assert why_adamw(only, 1, MuonConfig()) is None
+    assert why_adamw(only, MuonConfig()) is None
 
 
 def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
     unknown = _one("decoder.layers.0.mixer.weight", _weight(4, 4), "Whatever")
-    why = why_adamw(unknown, 1, MuonConfig())
+    why = why_adamw(unknown, MuonConfig())
     assert why is not None and "Whatever is not in Muon's table" in why
-    assert _is_unknown(unknown, 1, MuonConfig())
-    assert not _is_unknown(unknown, 1, MuonConfig(muon_include=("*.mixer.*",)))
-    assert not _is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
-    assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
-    assert not _is_unknown(
-        _one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig()
-    )
+    assert _is_unknown(unknown, MuonConfig())
+    assert not _is_unknown(unknown, MuonConfig(muon_include=("*.mixer.*",)))
+    assert not _is_unknown(unknown, MuonConfig(muon_exclude=("*.mixer.*",)))
+    assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"), MuonConfig())
+    assert not _is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), MuonConfig())
 
 
 def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
@@ -266,15 +268,15 @@ def test_impossible_patterns_are_errors() -> None:
     with pytest.raises(
         ValueError, match=r"-include\) '\*fc2\*' and .*-muon-exclude\) 'mlp"
     ):
-        why_adamw(fc2, 1, both)
+        why_adamw(fc2, both)
     empty = _one(FC1, _weight(0, 4))
     with pytest.raises(ValueError, match=r"shape \(0, 4\), but Muon updates matrices"):
-        why_adamw(empty, 1, MuonConfig(muon_include=("*fc1*",)))
+        why_adamw(empty, MuonConfig(muon_include=("*fc1*",)))
     bias = _one("mlp.linear_fc2.bias", _weight(4))
     with pytest.raises(
         ValueError, match=r"mlp.linear_fc2.bias of shape \(4,\), but Muon updates"
     ):
-        why_adamw(bias, 1, MuonConfig(muon_include=("mlp.*",)))
+        why_adamw(bias, MuonConfig(muon_include=("mlp.*",)))
 
 
 def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
@@ -284,11 +286,11 @@ def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
     with pytest.raises(
         NotImplementedError, match=r"Choose with muon_include .* muon_ex"
     ):
-        why_adamw(lora, 1, MuonConfig())
-    assert why_adamw(lora, 1, MuonConfig(muon_include=("*.lora_?.*",))) is None
-    assert why_adamw(lora, 1, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
+        why_adamw(lora, MuonConfig())
+    assert why_adamw(lora, MuonConfig(muon_include=("*.lora_?.*",))) is None
+    assert why_adamw(lora, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
     norm = _one("decoder.lora_norm.weight", _weight(4), "Linear")
-    assert why_adamw(norm, 1, MuonConfig()) == "1-D"
+    assert why_adamw(norm, MuonConfig()) == "1-D"
 
 
 @pytest.mark.parametrize(("local_rows", "tp_size"), [(28, 2), (11, 4)])
@@ -357,11 +359,9 @@ def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
     )
     for pattern in ("embedding.*", "output_layer.weight"):
         config = MuonConfig(muon_include=(pattern,))
-        assert (
-            why_adamw(first, 1, config) is None and why_adamw(last, 1, config) is None
-        )
+        assert why_adamw(first, config) is None and why_adamw(last, config) is None
     alone = _one("output_layer.weight", _weight(4, 4))
-    assert why_adamw(alone, 1, MuonConfig(muon_include=("embedding.*",))) is not None
+    assert why_adamw(alone, MuonConfig(muon_include=("embedding.*",))) is not None
 
 
 MOE = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "hidden_size": 5, **SIZES}

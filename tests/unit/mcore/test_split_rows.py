@@ -4,6 +4,7 @@ weight.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +130,8 @@ def test_where_rows_are_unknown_tp_cuts_what_the_user_says(
     weight = _weight("decoder.layers.0.indexer.linear_q.weight", 6, _held_by("Indexer"))
     for name, value in {"tensor_model_parallel": True, "partition_dim": 0}.items():
         setattr(weight.param, name, value)
-    made = matrices_of(weight, 2, MuonConfig(splits=(("*", kind),)))
+    of_two = replace(weight, tp_size=2)
+    made = matrices_of(of_two, MuonConfig(splits=(("*", kind),)))
     names = [matrix.name.partition("[")[2].rstrip("]") for matrix in made.matrices]
     blocks = [
         (names[b.matrix], b.rows.start, b.rows.stop, b.matrix_row)

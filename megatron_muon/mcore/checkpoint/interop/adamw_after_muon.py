@@ -271,9 +271,8 @@ def _steps_taken(part: Any) -> int:
 
 def _muons(part: Any, config: MuonConfig) -> set[Parameter]:
     """The parameters that Muon with these settings would update."""
-    sizes = _sizes()
-    every = weights(part.model_chunks)
-    return {w.param for w in every if why_adamw(w, w.tp_size(sizes), config) is None}
+    every = weights(part.model_chunks, _sizes())
+    return {weight.param for weight in every if why_adamw(weight, config) is None}
 
 
 def _sizes() -> Sizes:
