@@ -51,6 +51,9 @@ OTHER_CUT = (
 )
 
 
+Gathered = dict[str, Any]  # the state of a whole grad buffer
+
+
 class BufferPlace(NamedTuple):
     """A parameter's place in the gathered tensors of its buffer, and its optimizer."""
 
@@ -96,7 +99,7 @@ def _padding(bucket: Any) -> int:
     return int(bucket.grad_data.numel() - bucket.numel_unpadded)
 
 
-def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:
+def to_disk(gathered: Gathered, places: list[BufferPlace]) -> Gathered:
     """A buffer's gathered state, three flat fp32 tensors, in the form that is
     written.
     """
@@ -116,7 +119,7 @@ def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, An
 
 def from_disk(
     saved: Mapping[str, Any], places: list[BufferPlace], numel: int
-) -> dict[str, Any]:
+) -> Gathered:
     """The inverse of ``to_disk``, with zeros as second moment of Muon's parameters.
 
     ``places`` and ``numel``, of a gathered tensor, are this run's. A ValueError names

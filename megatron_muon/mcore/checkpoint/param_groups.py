@@ -21,6 +21,7 @@ from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.rules import is_name
 
 Group = dict[str, Any]
+Settings = Mapping[str, Any]  # of a record, by the names of MuonConfig's fields
 
 # Keys that pair saved groups with ours: the required ones must agree; the preferred
 # ones decide, in this order, between several groups.
@@ -119,7 +120,7 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
         )
 
 
-def config_of(settings: Mapping[str, Any]) -> MuonConfig:
+def config_of(settings: Settings) -> MuonConfig:
     """The settings of a record; a rule that nobody has registered here is Muon's."""
     settings = _as_run(settings)
     if not is_name(settings.get("rule", "muon")):
@@ -127,7 +128,7 @@ def config_of(settings: Mapping[str, Any]) -> MuonConfig:
     return MuonConfig(**settings)
 
 
-def _as_run(settings: Mapping[str, Any]) -> Group:
+def _as_run(settings: Settings) -> Group:
     """A record's settings, in which a set that was cut short is what its steps were."""
     default = MuonConfig()
     steps = settings.get("ns_steps", default.ns_steps)

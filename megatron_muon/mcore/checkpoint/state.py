@@ -65,8 +65,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         self, model_param: Parameter
     ) -> dict[str, Tensor]:
         if self._exposed == "main" and self.from_adamw is None:
-            shard = self._shard_of[model_param]
-            return {MAIN_KEY: self._wide(shard, MAIN_KEY)}
+            return {MAIN_KEY: self._wide(self._shard_of[model_param], MAIN_KEY)}
         tensors = self._all_on_disk(model_param)
         if not self._has_adams_names or MOMENTUM not in tensors:
             return tensors

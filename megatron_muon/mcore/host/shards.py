@@ -56,7 +56,6 @@ def device_of(model_chunks: Iterable[Module]) -> torch.device:
     """The device of the rank's tensors; for a stage without parameters, the current
     GPU.
     """
-    params = chain.from_iterable(chunk.parameters() for chunk in model_chunks)
-    for param in params:
+    for param in chain.from_iterable(chunk.parameters() for chunk in model_chunks):
         return torch.device(param.device)
     return torch.device(torch.cuda.current_device())

@@ -5,11 +5,9 @@ read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from megatron_muon.console import first_names, say
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
-from megatron_muon.mcore.load_check.digest import Digest, DigestError
+from megatron_muon.mcore.load_check.digest import Digest, DigestError, Files
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
     device_of_trained,
@@ -109,7 +107,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     return saved
 
 
-def _require_undamaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def _require_undamaged(folder: Path, files: Files) -> None:
     """Hash this rank's share of the files; DigestError if one is not as it was
     written.
     """

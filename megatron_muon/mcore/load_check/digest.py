@@ -89,7 +89,7 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
             path.unlink(missing_ok=True)
 
 
-def finish(folder: Path, content: Mapping[str, Any]) -> None:
+def finish(folder: Path, content: Digest) -> None:
     """Mark a folder as complete; ``content`` has all other keys. Raises OSError."""
     write_text(
         folder / FILE_NAME,
@@ -97,7 +97,7 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
     )
 
 
-def with_hash(content: Mapping[str, Any]) -> str:
+def with_hash(content: Digest) -> str:
     """A digest's text, with the hash of its content."""
     text = json.dumps(content, indent=1, sort_keys=True)
     whole = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

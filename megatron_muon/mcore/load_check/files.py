@@ -81,8 +81,7 @@ class Lock:
             try:
                 fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                held = error.errno in (errno.EACCES, errno.EAGAIN)
-                if held:
+                if error.errno in (errno.EACCES, errno.EAGAIN):  # another holds it
                     os.close(number)
                     raise BlockingIOError(
                         errno.EAGAIN, "it is locked", str(path)

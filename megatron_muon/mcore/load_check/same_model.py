@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.host.process_groups import local_experts
-from megatron_muon.mcore.load_check.digest import DigestError
+from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.models import TrainedModel, device_of_trained
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
@@ -56,9 +56,7 @@ def parameters_in_digest(trained: TrainedModel | None) -> Table:
     return merged
 
 
-def require_same_model(
-    saved: Mapping[str, Any], own: Table, folder: str, exact: bool
-) -> None:
+def require_same_model(saved: Digest, own: Table, folder: str, exact: bool) -> None:
     """Raise a DigestError that names the first parameter that differs between the
     checkpoint and ``own``, this model's.
 
@@ -98,7 +96,7 @@ def _size(shapes: Sequence[Shape], others: Sequence[Shape]) -> str:
     return f"{sum(map(math.prod, shapes))} elements"
 
 
-def _require_same_routing(saved: Mapping[str, Any], own: Table, folder: str) -> None:
+def _require_same_routing(saved: Digest, own: Table, folder: str) -> None:
     """Raise a DigestError where a parameter's state is another optimizer's than in this
     run.
     """

@@ -31,7 +31,7 @@ from megatron_muon.mcore.load_check.check import (
     local_folder,
 )
 from megatron_muon.mcore.load_check.checksum import checksum
-from megatron_muon.mcore.load_check.digest import Files, Save
+from megatron_muon.mcore.load_check.digest import Digest, Files, Save
 from megatron_muon.mcore.load_check.files import Lock, open_regular
 from megatron_muon.mcore.load_check.models import (
     TrainedModel,
@@ -244,7 +244,7 @@ class Saving:
     device: torch.device
     lock: Lock | None  # on rank 0, where the file system has locks
     # the digest without files on rank 0; empty on other ranks
-    content: Mapping[str, Any]
+    content: Digest
 
     @classmethod
     def begin(cls, trained: TrainedModel | None, checkpoint_dir: str) -> Saving | None:
@@ -349,7 +349,7 @@ class Saving:
                 names.append(str(path.relative_to(self.folder)))
         return names
 
-    def _finish(self, parts: Sequence[Mapping[str, Any]]) -> None:
+    def _finish(self, parts: Sequence[Digest]) -> None:
         for rank, part in enumerate(parts):
             if self._is_others(part["save"], rank):
                 # marked anew, so that the other save is not sealed

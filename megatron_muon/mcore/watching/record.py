@@ -14,6 +14,7 @@ from megatron_muon.mcore.watching.rows import SUMS, Table
 
 FORMAT = 1
 Record = dict[str, Any]
+Numbers = Mapping[str, float]
 
 
 class Lines:
@@ -79,7 +80,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
                     yield f"muon_{name}/{row}", value
 
 
-def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]:
+def _of_muon(sums: Numbers, row_elements: float) -> dict[str, float]:
     """The numbers of a row of matrices; without the directions' where no matrix has a
     gradient.
     """
@@ -101,14 +102,14 @@ def _of_muon(sums: Mapping[str, float], row_elements: float) -> dict[str, float]
     }
 
 
-def _of_adamw(sums: Mapping[str, float], _: float) -> dict[str, float]:
+def _of_adamw(sums: Numbers, _: float) -> dict[str, float]:
     return {
         "weight_rms": _root(sums["weight_squares"], sums["elements"]),
         "gradient_rms": _root(sums["gradient_squares"], sums["elements"]),
     }
 
 
-def _of_layer(sums: Mapping[str, float], _: float) -> dict[str, float]:
+def _of_layer(sums: Numbers, _: float) -> dict[str, float]:
     """Empty where no forward pass was seen, as inside a captured graph."""
     elements = sums["elements"]
     return {"output_rms": _root(sums["output_squares"], elements)} if elements else {}
@@ -131,6 +132,6 @@ def _short(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _all_short(numbers: Mapping[str, float]) -> dict[str, float | None]:
+def _all_short(numbers: Numbers) -> dict[str, float | None]:
     """The same with short floats; counts stay as they are."""
     return {k: _short(v) if isinstance(v, float) else v for k, v in numbers.items()}

@@ -11,7 +11,7 @@ optimizer's state tells this package how many steps the young parameters are beh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, warn_if_shifted
 from megatron_muon.mcore.checkpoint.chain import HALF_LOADED, CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
-from megatron_muon.mcore.checkpoint.param_groups import config_of
+from megatron_muon.mcore.checkpoint.param_groups import Settings, config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.host import process_groups
 from megatron_muon.mcore.host.process_groups import Sizes, local_experts
@@ -135,7 +135,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         )
 
 
-def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
+def go_on_after_muon(optimizer: Any, former: Settings) -> None:
     """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its
     ``former``.
     """
@@ -151,7 +151,7 @@ def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+def reading_muon(optimizer: Any, settings: Settings) -> Iterator[None]:
     """See ``megatron_muon.reading_muon``; ``settings`` are those of Muon in the
     checkpoint.
 
@@ -195,7 +195,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _turn_into_readers(
-    changes: Patches, parts: Sequence[Any], settings: Mapping[str, Any]
+    changes: Patches, parts: Sequence[Any], settings: Settings
 ) -> None:
     """Have AdamW's optimizers load as Muon's do, but no momentum."""
     config = config_of(settings)

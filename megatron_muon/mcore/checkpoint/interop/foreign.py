@@ -27,6 +27,7 @@ from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, MOMENTUM, RE
 from megatron_muon.settings.config import MuonConfig, named
 
 StateDict = dict[Any, Any]
+StateDicts = Sequence[Mapping[str, Any]]
 
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
 # Our key in fully_reshardable and fully_sharded_model_space → their keys for the same
@@ -57,9 +58,7 @@ class Source:
         is_fp32: its main parameters are the model's weights, so they have no keys.
     """
 
-    def __init__(
-        self, keys: Collection[str], states: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, keys: Collection[str], states: StateDicts) -> None:
         """Index the keys of a checkpoint's tensors; ValueError for state of another
         optimizer.
         """
@@ -108,7 +107,7 @@ class Source:
 
 
 def is_megatrons(
-    keys: Collection[str], states: Sequence[Mapping[str, Any]], files: Collection[str]
+    keys: Collection[str], states: StateDicts, files: Collection[str]
 ) -> bool:
     """Whether Megatron's own Muon has written a checkpoint, in whole weights.
 
@@ -152,7 +151,7 @@ def states_of(saved: Any) -> list[StateDict]:
     return states
 
 
-def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
+def as_ours(states: StateDicts, config: MuonConfig) -> StateDict:
     """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
 
     Its groups fit the dense and the experts' optimizer, however Megatron split them.
@@ -228,7 +227,7 @@ def _with_sums(ours: StateDict, part: Mapping[Any, Any], source: Source) -> Stat
     return {**ours, "param_state": dict(part["param_state"])}
 
 
-def groups_of(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def groups_of(states: StateDicts) -> Iterator[Mapping[str, Any]]:
     """The parameter groups in all of the state dicts."""
     for state in states:
         yield from _inner(state).get("param_groups", ())
@@ -240,7 +239,7 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
+def _adamw(states: StateDicts) -> StateDict:
     """AdamW's hyperparameters, which every group needs but their Muon groups may
     lack.
     """
@@ -251,7 +250,7 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
     return hyperparameters
 
 
-def _mu(states: Sequence[Mapping[str, Any]]) -> float:
+def _mu(states: StateDicts) -> float:
     momenta: set[float] = set()
     for group in groups_of(states):
         momenta.update(float(group[key]) for key in _MU if key in group)

@@ -133,8 +133,7 @@ class Saved:
 
 def _states_in(file: Path) -> list[dict[Any, Any]]:
     with _naming(file):
-        saved = _loaded(str(file), mmap=True)
-        return foreign.states_of(saved.get("optimizer"))
+        return foreign.states_of(_loaded(str(file), mmap=True).get("optimizer"))
 
 
 @contextmanager
