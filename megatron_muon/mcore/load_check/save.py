@@ -240,7 +240,7 @@ class Saving:
     """
 
     folder: Path
-    save: Save  # rank 0's digest.new_save, on all ranks
+    save: Save  # on rank 0 the one that it marks the folder with
     device: torch.device
     lock: Lock | None  # on rank 0, where the file system has locks
     # the digest without files on rank 0; empty on other ranks
@@ -266,7 +266,7 @@ class Saving:
             return None
         folder = local_folder(checkpoint_dir)
         parameters = parameters_in_digest(trained)
-        save: Save = all_gather_json(digest.new_save(), None)[0]
+        save = digest.new_save()
         wrote = {
             "megatron_muon": __version__,
             "megatron_core": str(importlib.import_module("megatron.core").__version__),
