@@ -86,16 +86,12 @@ def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
         start += count
 
 
-def _large_records(file: BinaryIO, size: int) -> list[_Record]:
-    """Large records of the archives at a file's end, in the order of places; may be
-    none.
+def _large_records(file: BinaryIO, stop: int) -> list[_Record]:
+    """Large records of the archives at the end of a file's first ``stop`` bytes, in the
+    order of places; may be none.
     """
     records: list[_Record] = []
-    stop = size
-    while stop:
-        archive = _archive(file, stop)
-        if archive is None:
-            break
+    while stop and (archive := _archive(file, stop)):
         stop, more = archive
         records = more + records
     return records

@@ -76,7 +76,7 @@ def _addresses(state: Any) -> Iterator[int]:
         for item in state:
             yield from _addresses(item)
         return
-    data = state if isinstance(state, Tensor) else getattr(state, "data", None)
+    data = getattr(state, "data", None)
     if isinstance(data, Tensor) and data.device.type != "meta" and data.data_ptr():
         yield data.data_ptr()  # 0 where it has no memory
 

@@ -108,14 +108,15 @@ def load(
     out.
     """
     trained = owner(sharded_state_dict)
-    if not is_checked(str(checkpoint_dir)):
+    folder = str(checkpoint_dir)
+    if not is_checked(folder):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
-        check(trained, str(checkpoint_dir), exact=exact)
+        check(trained, folder, exact=exact)
     if trained is not None and row_of(trained.config.rule).has_moments:
         from megatron_muon.mcore.checkpoint.absent import drop_absent
 
         drop_absent(sharded_state_dict, checkpoint_dir)
-    with _explained(str(checkpoint_dir)) if trained is not None else nullcontext():
+    with _explained(folder) if trained is not None else nullcontext():
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 

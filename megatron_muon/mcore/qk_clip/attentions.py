@@ -118,7 +118,7 @@ def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
             "tell their maximum. Transformer Engine's attention does with Megatron's "
             "own --qk-clip (core 0.16 and Transformer Engine 2.9 on), and Megatron's "
             "DotProductAttention does with either flag (--transformer-impl local): "
-            "take one of these, or no clip"
+            "take one of these, or run without the clip"
         )
     window = getattr(core.scale_mask_softmax, "window_size", None)  # since core 0.15
     if window is not None:

@@ -92,7 +92,7 @@ def test_what_cannot_be_clipped_is_refused(which: str) -> None:
     (error,) = run(_error, 1, case, name, value, {} if which in MEGATRONS else OURS)
     assert says in error and any(
         way in error
-        for way in ("leave", "must be", "or drop it", "Use only one of the two")
+        for way in ("run without", "must be", "or drop it", "Use only one of the two")
     )
 
 

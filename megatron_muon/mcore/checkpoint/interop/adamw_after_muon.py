@@ -235,8 +235,9 @@ def _have_loaded(parts: Sequence[Any]) -> bool:
 
 
 def _refuse_until_a_load(optimizer: Any) -> None:
-    """Have a chain that is half loaded neither step nor be saved until its next
-    load.
+    """Have a chain that is half loaded neither step nor be saved until its next load.
+
+    Its attributes hide the methods of its class, whichever that is meanwhile.
     """
     refused = Patches()
 
