@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -189,11 +188,11 @@ def train_in_launched_world(job: Job) -> list[dict[str, Any]]:
     """Trains on every rank of a launcher's world; all get the measurements of all."""
     from megatron.core import parallel_state
 
-    every = collectives.all_gather_texts(json.dumps(train(job)), None)
+    every = collectives.all_gather_json(train(job), None)
     parallel_state.destroy_model_parallel()
-    return [json.loads(text) for text in every]
+    return every
 
 
 def first_ranks(value: Any) -> Any:
     """What rank 0 of a launcher's world has, on every rank."""
-    return json.loads(collectives.all_gather_texts(json.dumps(value), None)[0])
+    return collectives.all_gather_json(value, None)[0]
