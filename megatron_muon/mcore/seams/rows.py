@@ -145,16 +145,15 @@ def check_built(dist_opt: Any) -> None:
     """
     if getattr(dist_opt, "is_stub_optimizer", False):
         return
-    built = [("DistributedOptimizer", dist_opt)]
-    for buffer in getattr(dist_opt, "buffers", ()):
-        built += [
-            ("_ParamAndGradBuffer", buffer),
-            ("_ParamAndGradBucket", buffer.buckets[0]),
-        ]
-    attributes = [row for row in optimizer.ROWS if isinstance(row, Attribute)]
-    for owner, holder in built:
-        for row in attributes:
-            if row.owner == owner and not hasattr(holder, row.name):
+    buffers = getattr(dist_opt, "buffers", ())
+    built = {
+        "DistributedOptimizer": [dist_opt],
+        "_ParamAndGradBuffer": buffers,
+        "_ParamAndGradBucket": [buffer.buckets[0] for buffer in buffers],
+    }
+    for row in optimizer.ROWS:
+        for holder in built.get(row.owner, ()) if isinstance(row, Attribute) else ():
+            if not hasattr(holder, row.name):
                 raise SeamError(
                     f"{type(holder).__name__} of megatron-core {megatron_version()[0]} "
                     f"has no {row.name}, which megatron_muon needs: {row.relied_on}. "
