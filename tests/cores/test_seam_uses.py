@@ -20,7 +20,7 @@ from megatron_muon.lab.bench import seams as bench
 from megatron_muon.lab.doctor import cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run
 from megatron_muon.mcore.seams import model, rows, training
-from megatron_muon.mcore.seams.row import Attribute, Row, Seam
+from megatron_muon.mcore.seams.row import Row
 from megatron_muon.mcore.seams.training import ARGUMENTS
 from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
@@ -41,11 +41,11 @@ ROWS: tuple[Row, ...] = (
     *cpu_seams.ROWS,
     *cpu_seams.TRAINING,
 )
-SEAMS = [row for row in ROWS if isinstance(row, Seam)]
+SEAMS = [row for row in ROWS if row.use != "held"]
 SYMBOLS = {str(row) for row in SEAMS}
 MODULES = {row.module for row in ROWS}
 ATTRIBUTES = {
-    (row.owner or "parameter", row.name) for row in ROWS if isinstance(row, Attribute)
+    tuple(f"parameter.{row.name}".split(".")[-2:]) for row in ROWS if row.use == "held"
 }
 METHODS = {tuple(row.name.rsplit(".", 1)) for row in SEAMS if "." in row.name}
 OURS = own_names(PACKAGE)
@@ -185,7 +185,9 @@ _source = cache(inspect.getsource)  # slow
 @cache
 def _class(owner: str) -> type | None:
     modules = {
-        row.module for row in ROWS if isinstance(row, Attribute) and row.owner == owner
+        row.module
+        for row in ROWS
+        if row.use == "held" and row.name.startswith(f"{owner}.")
     }
     modules |= {row.module for row in SEAMS if row.name == owner}
     for module in sorted(modules):
@@ -255,8 +257,7 @@ def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
     """Beside those of ``autoload``."""
     from megatron_muon.mcore.wiring import install
 
-    core = [row for row in rows.CORE if isinstance(row, Seam)]
-    wrapped = {row.name for row in core if row.use == "wrapped"}
+    wrapped = {row.name for row in rows.CORE if row.use == "wrapped"}
     assert wrapped == install._WRAPPERS.keys()
     of_scripts = {row.name for row in training.ROWS if row.use == "wrapped"}
     tree = ast.parse((PACKAGE / "megatron_lm/install.py").read_text())

@@ -31,7 +31,7 @@ from megatron_muon.lab.doctor import cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run
 from megatron_muon.mcore.seams import model, optimizer, rows, training
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
-from megatron_muon.mcore.seams.row import Attribute, Seam
+from megatron_muon.mcore.seams.row import Row
 from megatron_muon.mcore.seams.rows import check_built, check_row, check_rows, rows_of
 from megatron_muon.mcore.seams.training import ARGUMENTS, check_arguments
 from megatron_muon.presence import SeamError
@@ -54,17 +54,17 @@ def _not_installed() -> Iterator[None]:
 
 
 @contextmanager
-def renamed(row: Seam | Attribute) -> Iterator[None]:
+def renamed(row: Row) -> Iterator[None]:
     """Within it what is imported has the symbol by another name."""
     module = importlib.import_module(row.module)
     with ExitStack() as undo:
-        if isinstance(row, Attribute):
+        *path, name = row.name.split(".")
+        if row.use == "held":
             names = rows._names
             undo.callback(setattr, rows, "_names", names)
-            rows._names = lambda *where: names(*where) - {row.name}  # type: ignore
+            rows._names = lambda *where: names(*where) - {name}  # type: ignore
             yield
             return
-        *path, name = row.name.split(".")
         holder: Any = module
         for part in path[:-1]:
             holder = getattr(holder, part)
@@ -91,17 +91,18 @@ def _rename(holder: Any, name: str, undo: ExitStack) -> None:
 @pytest.mark.parametrize(
     "row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core.")
 )
-def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
+def test_install_names_a_symbol_that_was_renamed(row: Row) -> None:
     needed = f"has no {row}, which megatron_muon needs: {row.relied_on}"
     with renamed(row):
         with pytest.raises(SeamError, match=re.escape(needed)):
             check_row(row, NAME)
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
-    if isinstance(row, Seam):
+    if row.use != "held":
         assert needed in str(caught.value)
     else:  # or of another class, which has it from the same base
-        assert f".{row.name}, which megatron_muon needs: " in str(caught.value)
+        name = row.name.split(".")[-1]
+        assert f".{name}, which megatron_muon needs: " in str(caught.value)
     rows.check_hooks()
 
 
@@ -124,7 +125,7 @@ def test_a_core_that_is_no_release_is_named_by_what_it_has(
     "row", OPTIONAL, ids=lambda row: str(row).removeprefix("megatron.core.")
 )
 def test_what_only_a_refusal_or_a_command_needs_stops_no_run(
-    row: Seam | Attribute,
+    row: Row,
 ) -> None:
     """As Megatron's branch dev lacks generalized tensor parallelism, which is
     refused.
@@ -143,14 +144,14 @@ def test_what_only_a_refusal_or_a_command_needs_stops_no_run(
     "row", rows_of(VERSION, (*model.HYBRID, *bench.UPSTREAM)), ids=str
 )
 def test_what_needs_packages_to_be_imported_is_in_the_source(
-    row: Seam | Attribute,
+    row: Row,
 ) -> None:
     try:
         importlib.import_module(row.module)
     except ImportError:
-        assert row.name in names_in_source(row.module)
+        assert row.name.split(".")[-1] in names_in_source(row.module)
     else:
-        if isinstance(row, Attribute):
+        if row.use == "held":
             check_row(row, NAME)
         else:  # some names are imported only where their package is
             assert row.name.split(".")[0] in names_in_source(row.module)
@@ -177,7 +178,7 @@ def names_in_source(module: str) -> frozenset[str]:
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Seam("megatron.core.optimizer.gone", "anything", "called", "nothing")
+    row = Row("megatron.core.optimizer.gone", "anything", "called", "nothing")
     monkeypatch.setattr(rows, "CORE", (*rows.CORE, row))
     with pytest.raises(
         SeamError, match=r"has no megatron\.core\.optimizer\.gone\.anything"
@@ -189,7 +190,7 @@ def test_a_symbol_of_megatron_lm_that_was_renamed_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stand-ins for megatron.training, which is in no wheel of every version."""
-    wanted = [row for row in rows_of(VERSION, training.ROWS) if isinstance(row, Seam)]
+    wanted = rows_of(VERSION, training.ROWS)
     modules: dict[str, Any] = {}
     for hook in wanted:
         module = modules.setdefault(hook.module, SimpleNamespace())
@@ -230,7 +231,7 @@ def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
     value = group.pop(key)
     built = SimpleNamespace(
         **{
-            **{row.name: None for row in optimizer.ROWS},
+            **{row.name.split(".")[-1]: None for row in optimizer.ROWS},
             "buffers": [],
             "optimizer": SimpleNamespace(param_groups=[group]),
         }

@@ -11,13 +11,17 @@ from typing import Literal
 from megatron_muon.presence import NEWEST, OLDEST, Version
 
 # How the package uses a symbol. ``uninstall()`` restores what is ``wrapped`` and
-# ``replaced``; a ``with`` restores at its end what it has replaced.
-Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
+# ``replaced``; a ``with`` restores at its end what it has replaced. What is ``held`` is
+# an attribute of objects, which code of their class or a field of it sets. Without a
+# class it is a mark, which functions and methods of the module set on parameters.
+Use = Literal[
+    "called", "wrapped", "replaced", "overridden", "subclassed", "read", "held"
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
-    """A symbol of Megatron, or of torch's internals."""
+class Row:
+    """A symbol of Megatron or of torch's internals, or an attribute of objects."""
 
     module: str  # the module in which it is looked up at call time
     name: str  # the symbol's name, with a dot before a class's attribute
@@ -34,26 +38,6 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True)
-class Attribute:
-    """An attribute of objects: code of the class or a field of it sets it."""
-
-    # module, owner: the class. With an empty owner it is a mark, which functions and
-    # methods of the module set on parameters.
-    module: str
-    owner: str
-    name: str  # the attribute's name
-    relied_on: str  # the purpose that it is read for, printed in errors
-    since: Version = OLDEST  # since, until: as in a Seam
-    until: Version = NEWEST
-
-    def __str__(self) -> str:
-        return ".".join(word for word in (self.module, self.owner, self.name) if word)
-
-
-Row = Seam | Attribute
-
-
-@dataclass(frozen=True, slots=True)
 class Place:
     """A module of others' code, or a class in it; makes the rows of what it has.
 
@@ -66,7 +50,7 @@ class Place:
     since: int = OLDEST[1]
     until: int = NEWEST[1]
 
-    def _seam(
+    def _row(
         self,
         use: Use,
         symbol: str,
@@ -75,25 +59,26 @@ class Place:
         since: int | None = None,
         until: int | None = None,
         inherited: bool = False,
-    ) -> Seam:
+    ) -> Row:
         """A row of ``name`` or, with parameters that it must have, ``name(a, b)``."""
         name, *parameters = re.findall(r"[\w.]+", symbol)
-        return Seam(
+        return Row(
             self.module,
             f"{self.owner}.{name}" if self.owner else name,
             use,
             relied_on,
             tuple(parameters),
-            *self._versions(since, until),
+            (0, since or self.since),
+            (0, until or self.until),
             inherited,
         )
 
-    called = partialmethod(_seam, "called")
-    wrapped = partialmethod(_seam, "wrapped")
-    replaced = partialmethod(_seam, "replaced")
-    overridden = partialmethod(_seam, "overridden")
-    subclassed = partialmethod(_seam, "subclassed")
-    read = partialmethod(_seam, "read")
+    called = partialmethod(_row, "called")
+    wrapped = partialmethod(_row, "wrapped")
+    replaced = partialmethod(_row, "replaced")
+    overridden = partialmethod(_row, "overridden")
+    subclassed = partialmethod(_row, "subclassed")
+    read = partialmethod(_row, "read")
 
     def has(
         self,
@@ -101,13 +86,7 @@ class Place:
         since: int | None = None,
         until: int | None = None,
         **attributes: str,
-    ) -> Iterator[Attribute]:
+    ) -> Iterator[Row]:
         """The rows of attributes of the class, or of marks: each with its purpose."""
-        versions = self._versions(since, until)
         for name, relied_on in attributes.items():
-            yield Attribute(self.module, self.owner, name, relied_on, *versions)
-
-    def _versions(
-        self, since: int | None, until: int | None
-    ) -> tuple[Version, Version]:
-        return (0, since or self.since), (0, until or self.until)
+            yield self._row("held", name, relied_on, since=since, until=until)

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_muon.mcore.seams import model, optimizer
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
-from megatron_muon.mcore.seams.row import Attribute, Place, Row, Seam
+from megatron_muon.mcore.seams.row import Place, Row
 from megatron_muon.presence import SeamError, Version, check_version
 
 WAY_OUT = (
@@ -95,10 +95,10 @@ def rows_of(version: Version, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.since <= version <= row.until]
 
 
-def wrapped_in_core() -> list[Seam]:
+def wrapped_in_core() -> list[Row]:
     """The symbols of the installed megatron-core that ``install()`` wraps."""
     rows = rows_of(megatron_version()[1], CORE)
-    return [row for row in rows if isinstance(row, Seam) and row.use == "wrapped"]
+    return [row for row in rows if row.use == "wrapped"]
 
 
 def check_hooks() -> None:
@@ -118,9 +118,10 @@ def check_rows(rows: Iterable[Row]) -> None:
 def check_row(row: Row, version: str) -> None:
     """Compare a row that holds here with the installed package; as ``check_rows``."""
     holder = _module(row, version)
-    if isinstance(row, Attribute):
-        owner = getattr(holder, row.owner, None) if row.owner else holder
-        if owner is None or not has_attribute(owner, row.name):
+    if row.use == "held":
+        kind, _, attribute = row.name.rpartition(".")
+        owner = getattr(holder, kind, None) if kind else holder
+        if owner is None or not has_attribute(owner, attribute):
             raise _missing(row, version)
         return
     for name in row.name.split("."):
@@ -152,11 +153,12 @@ def check_built(dist_opt: Any) -> None:
         "_ParamAndGradBucket": [buffer.buckets[0] for buffer in buffers],
     }
     for row in optimizer.ROWS:
-        for holder in built.get(row.owner, ()) if isinstance(row, Attribute) else ():
-            if not hasattr(holder, row.name):
+        owner, _, name = row.name.rpartition(".")
+        for holder in built.get(owner, ()) if row.use == "held" else ():
+            if not hasattr(holder, name):
                 raise SeamError(
                     f"{type(holder).__name__} of megatron-core {megatron_version()[0]} "
-                    f"has no {row.name}, which megatron_muon needs: {row.relied_on}. "
+                    f"has no {name}, which megatron_muon needs: {row.relied_on}. "
                     f"{WAY_OUT}"
                 )
     for group in dist_opt.optimizer.param_groups:
