@@ -276,6 +276,12 @@ ROWS: tuple[Row, ...] = (
         "load(sharded_state_dict, checkpoint_dir)", "reads torch_dist on every rank"
     ),
     _CKPT.replaced("load_content_metadata", "the format of a checkpoint", since=14),
+    _CKPT.called(
+        "load_tensors_metadata(checkpoint_dir)", "what the tensors on disk are"
+    ),
+    Place(_CKPT.module, "ShardedTensor").called(
+        "from_rank_offsets(key, data, replica_id)", "a whole tensor on disk"
+    ),
     Place("megatron.core.dist_checkpointing.mapping").read(
         "ShardedTensor(key, data, dtype, global_shape, global_offset)",
         "a rank's part of a tensor on disk, copied",

@@ -37,7 +37,7 @@ _TORCH_WAY_OUT = (
 _TORCH = (
     *(
         Place("torch").called(f"_foreach_{name}", "one kernel for a list of tensors")
-        for name in ("add_", "copy_", "mul", "mul_", "norm", "sub_")
+        for name in ("add_", "copy_", "mul", "mul_", "norm", "sign_", "sub_")
     ),
     Place("torch.distributed.distributed_c10d").called(
         "_get_default_store", "where the first rank to compare settings says if it asks"

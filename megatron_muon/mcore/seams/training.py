@@ -17,6 +17,10 @@ _INITIALIZE = Place("megatron.training.initialize")
 _VARIABLES = Place("megatron.training.global_vars")
 _LOOP = Place("megatron.training.training")
 ROWS = (
+    # --- the launcher
+    Place("megatron.core.datasets.utils").called(
+        "compile_helpers", "compiles the dataset helper, or exits"
+    ),
     # --- arguments
     _ARGS.wrapped(
         "parse_args(extra_args_provider)", "makes the parser; adds Muon's flags"
