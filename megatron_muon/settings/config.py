@@ -55,11 +55,12 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
 
     docs/flags.md says more of each, as ``--help`` does. Here patterns are tuples,
     ``splits``, ``lr_mults``, ``wd_mults`` and ``radii`` are tuples of pairs,
-    ``round_bytes`` is in bytes, and ``ns_coefficients`` may be a set's name, one triple
-    for every step or a tuple of triples. Without ``ns_steps`` there are 5 steps, or 10
-    with deepseekv4, which needs all of them. A list becomes a tuple. None leaves a
-    choice to the device or turns a feature off. lr and weight decay are not here: they
-    come from Megatron's parameter groups, step by step.
+    ``by_pattern`` maps patterns to settings, or has texts as its flag, ``round_bytes``
+    is in bytes, and ``ns_coefficients`` may be a set's name, one triple for every step
+    or a tuple of triples. Without ``ns_steps`` there are 5 steps, or 10 with
+    deepseekv4, which needs all of them. A list becomes a tuple. None leaves a choice to
+    the device or turns a feature off. lr and weight decay are not here, but in
+    ``by_pattern``: they come from Megatron's parameter groups, step by step.
 
     Attributes:
         matched_adamw_rms: Root mean square of a matrix's update, per unit of lr (arXiv

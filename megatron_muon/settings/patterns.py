@@ -138,7 +138,7 @@ def settings_of(given: ByPattern, names: Sequence[str], part: str = "") -> Setti
     """
     found: dict[str, Any] = {}
     for pattern, settings in pairs_of(given):
-        if is_matched(pattern, names, part):
+        if fits(pattern, names, part):
             found.update(read(settings))
     return found
 
@@ -154,7 +154,7 @@ def with_factor(given: ByPattern, key: str, factor: float) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def is_matched(pattern: str, names: Sequence[str], part: str = "") -> bool:
+def fits(pattern: str, names: Sequence[str], part: str = "") -> bool:
     """Whether a pattern matches a parameter's name, or with brackets a part of it."""
     if any(fnmatchcase(name, pattern) for name in names):
         return True
@@ -162,8 +162,7 @@ def is_matched(pattern: str, names: Sequence[str], part: str = "") -> bool:
     if in_brackets is None or not part:
         return False
     of_name, of_part = in_brackets.groups()
-    fits = any(fnmatchcase(name, of_name) for name in names)
-    return fits and fnmatchcase(part, of_part)
+    return fits(of_name, names) and fnmatchcase(part, of_part)
 
 
 def only(text: str, keys: Sequence[str]) -> str:

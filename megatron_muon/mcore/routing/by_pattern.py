@@ -21,7 +21,7 @@ from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import (
     OF_GROUPS,
-    is_matched,
+    fits,
     only,
     pairs_of,
     settings_of,
@@ -34,12 +34,12 @@ def has_effect(weight: Weight, text: str, sizes: Sizes, config: MuonConfig) -> b
     ((pattern, settings),) = pairs_of((text,))
     if only(settings, OF_GROUPS) == settings:
         every = _names(weight, sizes)
-        return any(is_matched(pattern, names) for names, _, _ in every)
+        return any(fits(pattern, names) for names, _, _ in every)
     if weight.param.dim() != 2 or why_adamw(weight, config) is not None:
         return False
     muon = matrices_of(weight, config)
     return any(
-        is_matched(pattern, names, part)
+        fits(pattern, names, part)
         for names, ep_rank, experts in _names(weight, sizes)
         for part in _parts(muon, names[0], ep_rank, experts)
     )
@@ -68,7 +68,7 @@ def require_usable(
 
 def _require_whole(names: list[str], part: str, config: MuonConfig) -> None:
     for pattern, settings in pairs_of(config.by_pattern):
-        of_part = is_matched(pattern, names, part) and not is_matched(pattern, names)
+        of_part = fits(pattern, names, part) and not fits(pattern, names)
         if of_part and only(settings, OF_GROUPS):
             raise ValueError(
                 f"{named('by_pattern')} {pattern}: {only(settings, OF_GROUPS)} is of "

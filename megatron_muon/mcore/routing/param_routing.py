@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from megatron_muon.mcore.host.process_groups import Chunks, Sizes
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.patterns import fits
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and
 # base classes, since Transformer Engine's cannot be imported everywhere. "Linear" is
@@ -222,11 +222,7 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
     """The patterns that match a parameter's name, case and all, or that of a tied
     copy.
     """
-    return [
-        pattern
-        for pattern in patterns
-        if any(fnmatchcase(name, pattern) for name in weight.names)
-    ]
+    return [pattern for pattern in patterns if fits(pattern, weight.names)]
 
 
 def is_matched(weight: Weight, pattern: str, config: MuonConfig) -> bool:
