@@ -26,10 +26,9 @@ from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.rules.muon import (
     MOMENT2_KEY,
     Muon,
-    MuonRound,
     at_once,
 )
-from megatron_muon.rules.slice_units import SliceUnits
+from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
 
@@ -50,7 +49,7 @@ class AdaMuon(Muon):
         return AdaMuonRound
 
 
-class AdaMuonRound(MuonRound):
+class AdaMuonRound(UnitRound):
     """AdaMuon's work in one round on one rank."""
 
     def __init__(
@@ -60,8 +59,6 @@ class AdaMuonRound(MuonRound):
         sharers: Mapping[tuple[int, ...], Sharers],
     ) -> None:
         super().__init__(rule, table, sharers)
-        self._units = SliceUnits(rule.plan, rule.own, table)
-        self._device = rule.device
         config = rule.numerics.config
         self._beta2, self._eps = config.moment2_beta2, config.moment2_eps
         # from after_scatter to finish: directions, fp32, and second moments
@@ -75,7 +72,7 @@ class AdaMuonRound(MuonRound):
         moves: Tensor,
         sums: Tensor | None = None,
     ) -> None:
-        """As in ``MuonRound``, with the signs of U; what is not finite stays so."""
+        """As Muon does, with the signs of U; what is not finite stays so."""
         super().before_gather(shards, into, moves, sums)
         sent = [target for target in into if target is not None]
         for _, (targets,) in at_once(sent) if sent else ():

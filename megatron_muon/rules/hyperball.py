@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import Muon, MuonRound, at_once, in_fp32
-from megatron_muon.rules.slice_units import SliceUnits
+from megatron_muon.rules.muon import Muon, at_once, in_fp32
+from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.engine import Engine, ParamGroups
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices
@@ -77,7 +77,7 @@ class Hyperball(Muon):
         self.radii.copy_(values)
 
 
-class HyperballRound(MuonRound):
+class HyperballRound(UnitRound):
     """Hyperball's work in one round on one rank."""
 
     def __init__(
@@ -88,14 +88,8 @@ class HyperballRound(MuonRound):
     ) -> None:
         super().__init__(rule, table, sharers)
         self._rule = rule
-        self._units = SliceUnits(rule.plan, rule.own, table)
-        of_slices = self._units.matrices
         index = torch.tensor(table.matrices, dtype=torch.int64)
         self._matrix_of = index.to(rule.radii.device)
-        # slices of matrices that are one unit, and of others
-        self._whole = [at for at, one in enumerate(of_slices) if one.units == 1]
-        self._parts = [at for at, one in enumerate(of_slices) if one.units > 1]
-        self._wholes = torch.tensor(self._whole, device=rule.radii.device)
         # the slices' directions and the main parameters, from after_scatter to finish
         self._directions: list[Tensor] = []
         self._params: list[Tensor] = []
@@ -139,7 +133,7 @@ class HyperballRound(MuonRound):
         factor = torch.where(sound, keep * step, 0.0)
         keep = torch.where(sound, keep, 1.0)
         weights = cut_into_slices(params, self._table)
-        self._update(weights, directions, keep, factor)
+        self._blend(weights, directions, keep, factor)
         for each, param in zip(shards, params, strict=True):
             each.put(MAIN_KEY, param)
 
@@ -171,28 +165,6 @@ class HyperballRound(MuonRound):
             for at, (one, other) in enumerate(pairs):
                 made[number, at] = self._units.sums(number, one * other)
         return made.flatten(1)
-
-    def _update(
-        self,
-        weights: Sequence[Tensor],
-        directions: Sequence[Tensor],
-        keep: Tensor,
-        factor: Tensor,
-    ) -> None:
-        """W ← keep · W - factor · D of each slice, by unit."""
-        if self._whole:
-            self._elementwise.blend(
-                [weights[number] for number in self._whole],
-                [directions[number] for number in self._whole],
-                keep[:, 0].index_select(0, self._wholes),
-                factor[:, 0].index_select(0, self._wholes),
-            )
-        for number in self._parts:
-            weight = weights[number]
-            keeps = self._units.spread(number, keep[number], weight.numel())
-            factors = self._units.spread(number, factor[number], weight.numel())
-            update = directions[number].float() * factors
-            weight.mul_(keeps).sub_(update.masked_fill_(factors == 0.0, 0.0))
 
 
 def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii:

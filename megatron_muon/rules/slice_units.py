@@ -6,12 +6,16 @@ Slices have parts of several units only where units are ranges of columns
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
+from megatron_muon.rules.muon import Muon, MuonRound
+from megatron_muon.runtime.exchange.sharers import Sharers
 
 
 class SliceUnits:
@@ -60,3 +64,43 @@ class SliceUnits:
         of_row = of_units[: matrix.units].repeat_interleave(row // matrix.units)
         shifted = of_row.roll(-(self._starts[number] % row))
         return shifted.repeat(-(-size // row))[:size]
+
+
+class UnitRound(MuonRound):
+    """Muon's work in a round of a rule with numbers of each unit."""
+
+    def __init__(
+        self,
+        rule: Muon,
+        table: RoundTable,
+        sharers: Mapping[tuple[int, ...], Sharers],
+    ) -> None:
+        super().__init__(rule, table, sharers)
+        self._units, self._device = SliceUnits(rule.plan, rule.own, table), rule.device
+        matrices = self._units.matrices
+        # slices of matrices that are one unit, and of others
+        self._whole = [at for at, one in enumerate(matrices) if one.units == 1]
+        self._parts = [at for at, one in enumerate(matrices) if one.units > 1]
+        self._wholes = torch.tensor(self._whole, dtype=torch.int64, device=rule.device)
+
+    def _blend(
+        self,
+        weights: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        keep: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """W ← keep · W - factor · D of each slice, by unit."""
+        if self._whole:
+            self._elementwise.blend(
+                [weights[number] for number in self._whole],
+                [directions[number] for number in self._whole],
+                keep[:, 0].index_select(0, self._wholes),
+                factor[:, 0].index_select(0, self._wholes),
+            )
+        for number in self._parts:
+            weight = weights[number]
+            keeps = self._units.spread(number, keep[number], weight.numel())
+            factors = self._units.spread(number, factor[number], weight.numel())
+            update = directions[number].float() * factors
+            weight.mul_(keeps).sub_(update.masked_fill_(factors == 0.0, 0.0))

@@ -8,6 +8,7 @@ a stage together by the names of units, which are the same at every topology.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from megatron_muon.planning.layout import Span
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
+
+if TYPE_CHECKING:
+    from megatron_muon.planning.plan import ExchangePlan
 
 
 class HomeState:
@@ -35,6 +39,7 @@ class HomeState:
         # by the matrix's index, ``(units, long side)``; of a strip, of its range
         self._at: dict[int, Tensor] = {}
         self._lengths: dict[str, int] = {}  # of all units of the stage
+        self._silent: set[int] = set()  # matrices whose numbers another rank has, too
         for index, matrix in enumerate(matrices):
             self._lengths |= dict.fromkeys(matrix.unit_names, max(matrix.whole))
             if matrix.home == rank:
@@ -56,8 +61,9 @@ class HomeState:
         sum changes no bit.
         """
         flat, every = self._all_zero()
-        for index, mine in self._at.items():
-            for unit, place in zip(mine, self._places(index, every), strict=True):
+        for index in self._at.keys() - self._silent:
+            places = self._places(index, every)
+            for unit, place in zip(self._at[index], places, strict=True):
                 place.copy_(unit)
         collectives.add_up("muon/state", flat, group)
         return every
@@ -69,7 +75,7 @@ class HomeState:
         found: dict[str, tuple[int, int]] = {}
         for index in self._at:
             matrix = self._matrices[index]
-            number = 0 if matrix.strip is None else matrix.strip.number
+            number = self._number(index)
             for name in matrix.unit_names:
                 found.setdefault(name, (self._lengths[name], number))
         return found
@@ -133,8 +139,49 @@ class HomeState:
         parts = torch.split_with_sizes(flat[1:], lengths)
         return flat, dict(zip(self._lengths, parts, strict=True))
 
+    def _number(self, index: int) -> int:
+        strip = self._matrices[index].strip
+        return 0 if strip is None else strip.number
+
     def _places(self, index: int, every: Mapping[str, Tensor]) -> list[Tensor]:
         """Of each unit of a matrix here, its part of the numbers of all units."""
         matrix = self._matrices[index]
         here = Span(0, matrix.long) if matrix.strip is None else matrix.strip.long
         return [every[name][here.start : here.stop] for name in matrix.unit_names]
+
+
+class SliceState(HomeState):
+    """The same where a unit has a few numbers that all ranks with slices of its matrix
+    keep, alike.
+
+    Args:
+        plan: of the stage.
+        rank: of the stage.
+        length: numbers of a unit.
+        device: of the main parameters.
+    """
+
+    def __init__(
+        self, plan: ExchangePlan, rank: int, length: int, device: torch.device
+    ) -> None:
+        self._matrices, self._device = plan.matrices, device
+        self._at = {}
+        self._lengths = {}
+        self._silent = set()
+        known: set[str] = set()
+        for one in plan.slices:
+            matrix = plan.matrices[one.matrix]
+            self._lengths |= dict.fromkeys(matrix.unit_names, length)
+            is_first = matrix.whole_name not in known
+            known.add(matrix.whole_name)
+            if one.rank == rank and one.matrix not in self._at:
+                shape = matrix.units, length
+                self._at[one.matrix] = torch.zeros(shape, device=device)
+                if not is_first:
+                    self._silent.add(one.matrix)
+
+    def _number(self, index: int) -> int:
+        return int(index in self._silent)
+
+    def _places(self, index: int, every: Mapping[str, Tensor]) -> list[Tensor]:
+        return [every[name] for name in self._matrices[index].unit_names]

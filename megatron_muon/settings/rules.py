@@ -85,6 +85,19 @@ RULES = {
         settings=_MOMENTS,
         refuses={"full_period": "whose norms are of whole matrices"},
     ),
+    "namo": RuleRow(
+        "muon's step and decay, times the norm of the momentum over the root of a "
+        "second moment of the gradient's norm (NAMO, arXiv 2602.17080)",
+        "megatron_muon.rules.namo:Namo",
+        sums=True,
+        settings=_MOMENTS,
+        refuses={
+            "full_period": "whose norms are of whole matrices",
+            "cautious_decay": "whose decay has the factor of its step",
+            "independent_decay": "whose decay has the factor of its step",
+            "momentum_warmup": "whose correction has one momentum",
+        },
+    ),
 }
 
 

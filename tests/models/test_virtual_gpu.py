@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own": {"rule": "support.runs.own_rules:polar_express"},
     "normuon": {"rule": "normuon"},
     "adamuon": {"rule": "adamuon"},
+    "namo": {"rule": "namo"},
     "normuon in 3 strips": {"rule": "normuon", "split_matrices": 3},
     "by pattern": {"by_pattern": ("1.*:momentum=0.9", "*fc1:ns_steps=8")},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices come as rows

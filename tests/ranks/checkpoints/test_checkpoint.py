@@ -96,6 +96,10 @@ KINDS = {
         replace(BF16, muon=(("rule", "adamuon"), ("momentum_dtype", "int8"))),
         Topology(dp=3, overlap=True),
     ),
+    "second moments of matrices": (
+        replace(MOE, muon=(("rule", "namo"), ("split_matrices", 2))),
+        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+    ),
     "second moments at homes": (
         replace(MOE, muon=(("rule", "normuon"), ("split_matrices", 2))),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),

@@ -29,6 +29,7 @@ SHARED = replace(CASE, muon=(*CASE.muon, ("split_matrices", 2)))
 COLUMNS = replace(
     CASE, muon=(*CASE.muon, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
 )
+NAMO = replace(SHARED, muon=(*SHARED.muon, ("rule", "namo")))
 MOE = replace(CASE, moe=True)
 
 Numbers = dict[str, list[float]]
@@ -68,6 +69,7 @@ def _loads(*of_run: Any) -> Numbers:
 
 
 RESHARDS = [
+    (NAMO, Topology(tp=2, dp=2), WHOLE_WEIGHTS, NAMO, Topology(pp=2, dp=2)),
     (SHARED, Topology(tp=2, dp=2), WHOLE_WEIGHTS, replace(SHARED), Topology(pp=2)),
     (COLUMNS, Topology(), WHOLE_WEIGHTS, COLUMNS, Topology(tp=2)),
     (MOE, Topology(dp=2, ep=2), WHOLE_WEIGHTS, MOE, Topology(dp=4, ep=4)),

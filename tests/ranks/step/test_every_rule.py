@@ -28,7 +28,7 @@ from support.runs.watching import records, watched
 RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
 CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
 OWN = f"{HERE}:polar_express"  # one of a user's own
-RULES = ("hyperball", "normuon", "adamuon", OWN)
+RULES = ("hyperball", "normuon", "adamuon", "namo", OWN)
 MOE = replace(CASE, moe=True)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 # An element's error is that of a norm: a sum of at most 1e5 squares in fp32, by slice

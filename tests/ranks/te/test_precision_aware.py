@@ -102,6 +102,7 @@ def _of_optimizer(held: Whole) -> Whole:
         {"weight_decay": 0.0, "muon": (("rule", "hyperball"),)},
         {"muon": (("rule", "normuon"),)},
         {"muon": (("rule", "adamuon"),)},
+        {"muon": (("rule", "namo"),)},
     ],
     ids=[
         "remainders",
@@ -114,6 +115,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "hyperball",
         "normuon",
         "adamuon",
+        "namo",
     ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:

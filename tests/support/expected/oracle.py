@@ -149,6 +149,10 @@ class Oracle:
         for number, rows in enumerate(self.matrices(name, w)):
             entry = u[rows].sign() if self.second_moment == "adamuon" else u[rows]
             direction = self.orthogonalize(entry, self.ns_steps)
+            if self.second_moment == "namo":
+                alpha = self._namo((name, number), g[rows], u[rows])
+                w[rows] = r(before[rows] * (1 - alpha * decay))
+                direction = r(alpha * direction)
             if self.second_moment == "adamuon":
                 direction = self._adamuon((name, number), direction)
             if self.second_moment == "normuon":
@@ -179,6 +183,17 @@ class Oracle:
         self.moments[unit] = after
         made = direction / (after.sqrt() + self.eps2)
         return self.rounded(made * math.sqrt(min(rows, cols)) / made.norm())
+
+    def _namo(self, unit: tuple[str, int], g: Tensor, u: Tensor) -> Tensor:
+        """NAMO (arXiv 2602.17080, algorithm 1), with the sum u in place of a mean."""
+        taken = len(self.norms)
+        before = self.moments.get(unit, torch.zeros((), dtype=g.dtype))
+        v = self.beta2 * before + (1 - self.beta2) * g.square().sum()
+        self.moments[unit] = v
+        mean = (1 - self.mu) * u.norm() / (1 - self.mu**taken)
+        return self.rounded(
+            math.sqrt(1 - self.beta2**taken) * mean / (v.sqrt() + self.eps2)
+        )
 
     def _adamuon(self, unit: tuple[str, int], direction: Tensor) -> Tensor:
         """AdaMuon (arXiv 2507.11005, algorithm 1, lines 5 to 7)."""

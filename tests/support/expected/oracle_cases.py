@@ -127,6 +127,14 @@ CASES = {
     "adamuon-experts": replace(
         FP32, moe=True, steps=FEW, muon=(*FP32.muon, ("rule", "adamuon"))
     ),
+    "namo": replace(FP32, muon=(*FP32.muon, ("rule", "namo"))),
+    "namo-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "namo"))),
+    "namo-experts": replace(
+        FP32,
+        moe=True,
+        steps=FEW,
+        muon=(*FP32.muon, ("rule", "namo"), ("split_matrices", 2)),
+    ),
     "normuon": replace(FP32, muon=(*FP32.muon, ("rule", "normuon"))),
     "normuon-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "normuon"))),
     "normuon-experts": replace(
@@ -163,6 +171,7 @@ WHERE = {
     "moe": EXPERTS,
     "hyperball-experts": EXPERTS,
     "normuon-experts": EXPERTS,
+    "namo-experts": EXPERTS,
     "adamuon-experts": EXPERTS,
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,

@@ -127,7 +127,7 @@ def muon_of(
             shard: {key: torch.zeros_like(shard) for key in muon.state_keys}
             for shard in shards.values()
         }
-        return muon, groups, States(SimpleNamespace(state=state))
+        return muon, groups, States(SimpleNamespace(state=state, param_groups=groups))
     empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}
     states = packed(SimpleNamespace(state=empty, param_groups=groups), muon)
     for shard in empty:
