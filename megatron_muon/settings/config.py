@@ -74,8 +74,9 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             muon's step of a direction whose rows, or columns where it is wide, are each
             divided by the root of a second moment (NorMuon, arXiv 2510.05491). adamuon:
             muon's step of the direction of the momentum's signs, each element divided
-            by the root of its second moment (AdaMuon, arXiv 2507.11005). Default:
-            'muon'.
+            by the root of its second moment (AdaMuon, arXiv 2507.11005). namo: muon's
+            step and decay, times the norm of the momentum over the root of a second
+            moment of the gradient's norm (NAMO, arXiv 2602.17080). Default: 'muon'.
         radii: With rule hyperball, the Frobenius norm of the matrices whose names match
             a pattern, of each head or expert that is orthogonalized alone. Default: ().
         moment2_beta2: With a rule that has second moments, beta2 in v <- beta2 v + (1 -
