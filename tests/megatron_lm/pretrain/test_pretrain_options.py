@@ -75,6 +75,16 @@ RUNS = {
         f"--muon-rule normuon --muon-moment2-beta2 0.9 {OVERLAP}",
     ),
     "--muon-rule torch:sign": (2, "--muon-rule torch:sign"),  # any function of matrices
+    "update norm, decays, warm-up of the momentum": (
+        2,
+        "--muon-scale-mode update_norm --muon-cautious-decay --muon-independent-decay "
+        f"--muon-momentum-warmup 3 --weight-decay 1e-3 {OVERLAP}",
+    ),
+    "--use-mup": (
+        2,
+        "--use-mup --mup-base-hidden-size 32 --muon-scale-mode unit_rms_norm "
+        "--untie-embeddings-and-output-weights",
+    ),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
     # fp32 weights in a bf16 model
     "--enable-hyper-connections": (2, "--enable-hyper-connections"),
