@@ -8,7 +8,8 @@ of steps, and v a number of the unit::
     α = √(1 - β2ᵗ) / (1 - μᵗ) · (1 - μ)·‖U‖ / (√v + ε)
     W ← (1 - lr·α·λ)·W - lr·α·scale·X
 
-(1 - μ)·U is the paper's momentum, a mean; it has no Nesterov's form (``nesterov`` off).
+(1 - μ)·U is the paper's momentum, a mean, which has no Nesterov's form (``nesterov``
+off); with it, μᵗ is μᵗ⁺¹.
 α is 1 where gradients are alike, and at most √((1 - μ) / (1 - β2)), so an update has at
 most that times the root mean square that Muon's scale promises. t of the momentum is
 Adam's number of steps; that of v counts the steps with v, which may start later.
@@ -123,9 +124,10 @@ class NamoRound(UnitRound):
             after = before.lerp(news, 1.0 - config.moment2_beta2)
             after = after.where(moves[:, None], before)
             v, corrects = after.unbind(1)
-            of_mean = (1.0 - mu) / (1.0 - mu**self._rule.steps)
+            # the weights of all gradients in U add up to this
+            weight = 1.0 - mu ** (self._rule.steps + config.nesterov)
             alpha = corrects.sqrt() * useds.sqrt() / (v.sqrt() + config.moment2_eps)
-            self._alphas.append(alpha.where(moves, 0.0).mul_(of_mean))
+            self._alphas.append(alpha.where(moves, 0.0).mul_((1.0 - mu) / weight))
             self._after.append(after)
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:

@@ -21,7 +21,7 @@ from support.checkpoints.saving import load, save
 from support.installed import NAME, VERSION
 from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
-from support.runs.cases import muon_weights
+from support.runs.cases import lr_at, muon_weights
 from support.runs.own_rules import HERE
 from support.runs.watching import records, watched
 
@@ -122,6 +122,22 @@ def test_every_norm_stays(name: str) -> None:
             rtol=1e-6,
             atol=0,
         )
+
+
+@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo"])
+def test_an_update_has_the_root_mean_square_that_is_promised(rule: str) -> None:
+    """Of a first step, in which NAMO's factor is 1, whose directions are as orthogonal
+    as five steps of Newton-Schulz make them.
+    """
+    case = replace(_by(rule, CASE), steps=1)
+    topology = Topology(tp=2, dp=2)
+    before = trained(replace(case, steps=0), topology)["main"]
+    after = trained(case, topology)["main"]
+    for name in muon_weights(case):
+        update = (after[name] - before[name]).double() / lr_at(case, 0, name)
+        root_mean = float(update.square().mean().sqrt())
+        # of fp32 weights and their differences
+        assert root_mean == pytest.approx(0.2, rel=0.2 if rule == "namo" else 1e-4)
 
 
 def test_a_given_radius_is_the_norm_after_a_step() -> None:

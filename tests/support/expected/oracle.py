@@ -190,7 +190,9 @@ class Oracle:
         before = self.moments.get(unit, torch.zeros((), dtype=g.dtype))
         v = self.beta2 * before + (1 - self.beta2) * g.square().sum()
         self.moments[unit] = v
-        mean = (1 - self.mu) * u.norm() / (1 - self.mu**taken)
+        # Nesterov's sum has the weights of one more step
+        power = taken + 1 if self.nesterov else taken
+        mean = (1 - self.mu) * u.norm() / (1 - self.mu**power)
         return self.rounded(
             math.sqrt(1 - self.beta2**taken) * mean / (v.sqrt() + self.eps2)
         )
