@@ -17,6 +17,7 @@ from megatron_muon.settings.coefficients import (
     require_whole,
     restarts_of,
 )
+from megatron_muon.settings.kinds import SplitKind as SplitKind
 from megatron_muon.settings.patterns import (
     PatternSettings,
     canonical_texts,
@@ -29,7 +30,6 @@ from megatron_muon.settings.rules import RULES, row_of
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
-from megatron_muon.settings.splits import SplitKind as SplitKind
 from megatron_muon.settings.update import NsIteration as NsIteration
 from megatron_muon.settings.update import UpdateSettings
 

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 
 from megatron_muon.settings import kinds
 from megatron_muon.settings.rows import UPSTREAM, row
-from megatron_muon.settings.splits import check_split
 
 HomePolicy = Literal["auto", "balanced", "local"]
 EarlyParamGather = Literal["auto", "on", "off"]
@@ -54,7 +53,7 @@ class RunSettings:
         "heads:N and groups:N:A,B split any weight by numbers of the whole one. May be "
         "given several times; the last pattern that matches counts. See "
         "docs/routing.md.",
-        kinds.pairs("kind", kinds.Kind(check_split)),
+        kinds.pairs("kind", kinds.Kind(kinds.check_split)),
         without="The default is qkv for fused attention, whole for others.",
     )
     muon_include: tuple[str, ...] = row(

@@ -37,8 +37,8 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.kinds import own_split
 from megatron_muon.settings.rules import MATCHED
-from megatron_muon.settings.splits import own_split
 
 
 def matrices_of(weight: Weight, config: MuonConfig) -> Parameter:

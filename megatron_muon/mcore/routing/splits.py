@@ -25,7 +25,7 @@ from megatron_muon.mcore.routing.param_routing import (
 )
 from megatron_muon.planning.sections import Rows, Sections
 from megatron_muon.settings.config import MuonConfig, named
-from megatron_muon.settings.splits import OwnSplit, own_split
+from megatron_muon.settings.kinds import OwnSplit, own_split
 
 
 @dataclass(frozen=True, slots=True)
