@@ -27,9 +27,13 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
     sums_in_fp32,
 )
-from megatron_muon.orthogonalize.normalization import enter, is_cpu
+from megatron_muon.orthogonalize.normalization import (
+    Soundness,
+    enter,
+    is_cpu,
+    largest_of,
+)
 from megatron_muon.orthogonalize.numerics import Numerics, Steps
-from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.settings.config import MuonConfig
 
 # (matrices, steps or segments, products, spare memory)

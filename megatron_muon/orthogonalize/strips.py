@@ -30,9 +30,12 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
     sums_in_fp32,
 )
-from megatron_muon.orthogonalize.normalization import power_of_two
+from megatron_muon.orthogonalize.normalization import (
+    Soundness,
+    largest_of,
+    power_of_two,
+)
 from megatron_muon.orthogonalize.numerics import Numerics, Segments, Steps
-from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 
 
 class Sharing(Protocol):

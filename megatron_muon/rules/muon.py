@@ -32,8 +32,8 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
-from megatron_muon.orthogonalize.soundness import Soundness
+from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.planning.rounds.table import RoundTable, Stack
 from megatron_muon.rules.muon import Muon, MuonRound
 from megatron_muon.runtime.exchange.sharers import Sharers

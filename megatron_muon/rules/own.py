@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import by_rows
+from megatron_muon.orthogonalize.normalization import Soundness, largest_of
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 from megatron_muon.planning.rounds.table import Stack
 from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound
 from megatron_muon.runtime.rule import Rule

@@ -24,8 +24,8 @@ from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules import muon as muon_rule
 from megatron_muon.settings.config import MuonConfig

@@ -12,7 +12,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
-from megatron_muon.orthogonalize.soundness import Soundness
+from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.rules import muon
 from megatron_muon.rules.muon import Foreach
 from megatron_muon.runtime.states import of_halves, write_halves
