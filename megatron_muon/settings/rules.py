@@ -27,6 +27,8 @@ class RuleRow:
     scales: tuple[str, ...] = get_args(ScaleMode)
     sums: bool = False  # whether it asks for sums over whole matrices
     shares: bool = True  # whether several homes may share a matrix, as strips
+    # bytes of second moments: of an element of a shard, of a row or column at its home
+    moments: tuple[int, int] = (0, 0)
     settings: tuple[str, ...] = ()  # fields of MuonConfig that only such rules have
     # fields of MuonConfig that have no meaning with it, each with the reason
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +74,7 @@ RULES = {
         "muon's step of a direction whose rows, or columns where it is wide, are each "
         "divided by the root of a second moment (NorMuon, arXiv 2510.05491)",
         "megatron_muon.rules.normuon:NorMuon",
+        moments=(0, 4),
         scales=get_args(ScaleMode)[:3],  # it normalizes its directions itself
         settings=_MOMENTS,
         refuses={"full_period": "whose second moments are of whole matrices"},
@@ -80,6 +83,7 @@ RULES = {
         "muon's step of the direction of the momentum's signs, each element divided by "
         "the root of its second moment (AdaMuon, arXiv 2507.11005)",
         "megatron_muon.rules.adamuon:AdaMuon",
+        moments=(4, 0),
         scales=("spectral",),
         sums=True,
         settings=_MOMENTS,

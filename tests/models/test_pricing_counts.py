@@ -18,11 +18,12 @@ from megatron_muon.orthogonalize.iteration import (
 )
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
-from megatron_muon.planning.layout import Strip
+from megatron_muon.planning.layout import Span, Strip
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_time
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from megatron_muon.settings.rules import row_of
 from megatron_muon.settings.update import ElementwiseBy, MomentumDtype
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.plans import small_plan
@@ -31,6 +32,10 @@ from support.virtual_gpu.step import record_step
 CONFIG = MuonConfig(preset="fast")
 MIB = 1 << 20
 SIZES = [(1, 3), (2, 4), (4, 2), (1, 1)]
+
+
+def shards_of(plan: ExchangePlan, rank: int) -> list[Span]:
+    return list(plan.for_rank(rank).shards.values())
 
 
 def test_bytes_within_a_node_and_between_nodes_are_counted_separately() -> None:
@@ -85,6 +90,43 @@ def test_a_momentum_in_fewer_bytes_costs_its_launches_and_bytes_and_waits_for_no
     elements = sum(span.size for span in plan.for_rank(0).shards.values())
     more = priced[1].phases["momentum"] - priced[0].phases["momentum"]
     assert more >= nbytes * elements / H100.memory
+
+
+def test_second_moments_at_homes_cost_their_launches_and_bytes() -> None:
+    """A rank's launches are those of the virtual GPU, or few more."""
+    normuon = replace(CONFIG, rule="normuon")
+    plan = small_plan(CONFIG, 1, 2, hidden=512, ffn=1280)
+    recorded, priced = [], []
+    for config in (CONFIG, normuon):
+        recording = record_step(plan, 0, config, steps=2)
+        assert recording.host_syncs == [] and recording.races == []
+        recorded.append(recording.launches)
+        priced.append(price_step([Optimizer(plan, (0, 0))], config, H100))
+    units = sum(matrix.units for matrix in plan.matrices if matrix.home == 0)
+    more = recorded[1] - recorded[0]
+    assert 0 <= priced[1].launches - priced[0].launches - more <= 4 * units
+    assert priced[1].phases["newton_schulz"] > priced[0].phases["newton_schulz"]
+
+
+def test_second_moments_are_in_the_memory_at_rest() -> None:
+    plan = small_plan(CONFIG, 1, 2, hidden=512, ffn=1280)
+    plain, elements, lines = (
+        memory.at_rest(
+            [Optimizer(plan, (0, 0), held=WIDE._replace(of_rule=row_of(rule).moments))]
+        )
+        for rule in ("muon", "adamuon", "normuon")
+    )
+    long = sum(matrix.units * matrix.long for matrix in plan.matrices)
+    every = sum(span.size for rank in (0, 1) for span in shards_of(plan, rank))
+    kind = memory.MOMENTUM
+
+    def more(of_ranks: list[dict[str, int]]) -> int:
+        return sum(
+            one[kind] - other[kind] for one, other in zip(of_ranks, plain, strict=True)
+        )
+
+    assert more(elements) == 4 * every
+    assert more(lines) == 4 * long
 
 
 @pytest.mark.parametrize(("tp", "dp"), SIZES)

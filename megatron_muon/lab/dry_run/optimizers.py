@@ -21,6 +21,7 @@ from megatron_muon.planning.grid import held_shards
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.rules.int8_momentum import BLOCK
+from megatron_muon.settings.rules import row_of
 
 _FP32 = 4  # bytes
 
@@ -96,7 +97,10 @@ def state_bytes_of(run: Run) -> StateBytes:
     kept: StateBytes | None = getattr(run.flags, "state_bytes", None)
     held = state_bytes(run.flags) if kept is None else kept
     packed = {"bf16": 2, "int8": 1 + _FP32 / BLOCK}
-    return held._replace(momentum=packed.get(run.config.momentum_dtype, held.momentum))
+    return held._replace(
+        momentum=packed.get(run.config.momentum_dtype, held.momentum),
+        of_rule=row_of(run.config.rule).moments,
+    )
 
 
 def optimizer_of(planned: Planned, held: StateBytes = WIDE) -> Optimizer:

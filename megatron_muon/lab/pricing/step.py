@@ -64,6 +64,7 @@ _ADAMW = 16 + 12
 # Launches for an update of exact norm: that of the norm, its square, a comparison, a
 # quotient, a choice, a root, a cast, and that of the product.
 _TO_NORM = 8
+_TO_MOMENTS = 26  # of each unit with second moments at its home: test_pricing_counts
 # The rule hyperball first adds up W², W·D and D²: the direction to fp32, a norm of
 # each, a product, its sum. Launches of torch's operations as a virtual GPU counts them.
 _SUMS = (4 + 8 + 12 + 4, 4)  # bytes, operations
@@ -258,6 +259,9 @@ class _Steps:
             if numerics.config.scale_mode == "update_norm":  # two reads and a write
                 nbytes = 3 * self._itemsize * rows * cols * count
                 cost += stream(self._hardware, nbytes, _TO_NORM)
+            if row_of(self._config.rule).moments[1]:  # likewise
+                nbytes = 3 * self._itemsize * rows * cols * count
+                cost += stream(self._hardware, nbytes, _TO_MOMENTS * count)
             if layout.shared is not None:
                 strip = self._strip(layout.shared, rows * cols, numerics)
                 cost += strip.times(count)

@@ -18,7 +18,7 @@ Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 class StateBytes(NamedTuple):
     """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's
-    momentum.
+    momentum, and of the rule's second moments (``settings.rules.RuleRow``).
 
     A part of all may be ``on_host``, where AdamW's are fp32.
     """
@@ -28,6 +28,7 @@ class StateBytes(NamedTuple):
     second: int = 4
     momentum: float = 4
     on_host: float = 0.0
+    of_rule: tuple[int, int] = (0, 0)
 
     @property
     def of_adamw(self) -> tuple[int, int]:
@@ -70,6 +71,14 @@ class Optimizer:
         held = [0] * self.plan.size
         for segment in self.plan.slices:
             held[segment.rank] += segment.elements.size
+        return held
+
+    @property
+    def lines(self) -> list[int]:
+        """Rows or columns of the long sides of matrices at home on each rank."""
+        held = [0] * self.plan.size
+        for matrix in self.plan.matrices:
+            held[matrix.home] += matrix.units * matrix.long
         return held
 
     @property
