@@ -53,8 +53,8 @@ class Work:
     Replicas are held too, so ``held`` may have more than ``numel`` elements in all.
     ``shared`` are elements that take its home's link as long as all that the homes of
     one matrix do for it together, and ``waits`` picoseconds beside them
-    (``sharing.strip_time``); only strips have them. ``parameter`` is the index of its
-    parameter.
+    (``sharing.strip_time``); ``beside`` are flops that take as long as both. Only
+    strips have them. ``parameter`` is the index of its parameter.
     """
 
     flops: int
@@ -63,10 +63,16 @@ class Work:
     shared: int = 0
     waits: int = 0
     parameter: int = 0
+    beside: int = 0
 
     @property
     def is_strip(self) -> bool:
         return self.waits > 0
+
+    @property
+    def load(self) -> int:
+        """What homes balance, in flops."""
+        return self.flops + self.beside
 
     def time(self, price: Price) -> int:
         """Its time at its home, without slices and results."""
@@ -169,10 +175,10 @@ def choose_homes(
         ranks.give(index, home)
     homes = dict(chosen)
     left = [index for index in range(len(matrices)) if index not in chosen]
-    left.sort(key=lambda index: (-matrices[index].flops, index))
+    left.sort(key=lambda index: (-matrices[index].load, index))
     joint = any(before.flops)
     for _, alike in itertools.groupby(
-        left, lambda index: matrices[index].flops if joint else index
+        left, lambda index: matrices[index].load if joint else index
     ):
         leaving = []
         for index in alike:
@@ -215,17 +221,17 @@ class _Ranks:
 
     def has_room(self, index: int, rank: int) -> bool:
         """The rank would stay within ``HOME_SLACK``."""
-        return self._works[rank] + self._matrices[index].flops <= self._slack
+        return self._works[rank] + self._matrices[index].load <= self._slack
 
     def elsewhere(self, index: int) -> int:
         """The home of a matrix that its holder has no room for."""
-        flops, held = self._matrices[index].flops, self._matrices[index].held
+        load, held = self._matrices[index].load, self._matrices[index].held
         first = self.holder(index) // self._neighbours * self._neighbours
         neighbours = range(first, min(first + self._neighbours, len(self._works)))
         idle = min(neighbours, key=lambda rank: (self._works[rank], rank))
         if not self.has_room(index, idle):
             idle = self._least()
-        near = [rank for rank in held if self._works[rank] + flops <= self._limit]
+        near = [rank for rank in held if self._works[rank] + load <= self._limit]
         return min(  # by the time at which it would end, without terms that all have
             (self._times[rank] - 2 * held.get(rank, 0) * self._price.element, rank)
             for rank in (*near, idle)
@@ -233,7 +239,7 @@ class _Ranks:
 
     def give(self, index: int, home: int) -> None:
         """Count a matrix at its home."""
-        self._works[home] += self._matrices[index].flops
+        self._works[home] += self._matrices[index].load
         self._times[home] += self._matrices[index].time_as_home(home, self._price)
         heapq.heappush(self._by_work, (self._works[home], home))
 
@@ -248,11 +254,11 @@ def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:
     """``factor`` × max(ideal, largest matrix), rounded down: the same limit for whole
     flops.
     """
-    flops = [matrix.flops for matrix in matrices]
+    loads = [matrix.load for matrix in matrices]
     size = len(before.flops)
     return (
         factor
-        * max(sum(flops) + sum(before.flops), size * max(flops, default=0))
+        * max(sum(loads) + sum(before.flops), size * max(loads, default=0))
         // size
     )
 

@@ -33,7 +33,7 @@ from megatron_muon.planning.homes import (
 )
 from megatron_muon.planning.layout import MatrixShape, Parameter
 from megatron_muon.planning.rounds.cut import ROUND_PS, Rounds, ways_to_cut
-from megatron_muon.planning.sharing.strip_time import faster_near, strip_time
+from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
 from megatron_muon.planning.sharing.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -41,7 +41,9 @@ from megatron_muon.planning.sharing.strips import (
     can_share,
     choose_counts,
     in_strips,
+    is_far,
     strip_homes,
+    with_few_far,
 )
 from megatron_muon.planning.slices import Matrix, held_elements
 from megatron_muon.settings.config import HomePolicy
@@ -128,7 +130,7 @@ class Stage:
         times = [0] * grid.size
         for choice in earlier:
             for work, home in zip(choice.works, choice.homes, strict=True):
-                flops[home] += work.flops
+                flops[home] += work.load
                 times[home] += work.time_as_home(home, self._price)
         self.before = Loads(tuple(flops), tuple(times))
         self._begun = {
@@ -214,8 +216,15 @@ class Stage:
             flops, numel = flops_of_matrix(shape, numerics), shape.rows * shape.cols
             own = numerics.where(shape.own)
             strip = strip_time(shape.strip, numel, grid.size, own, grid.neighbours)
-            works.append(Work(flops, numel, by_rank, *strip, index))
+            beside = self._flops_beside(strip) if shape.strip else 0
+            works.append(Work(flops, numel, by_rank, *strip, index, beside))
         return works
+
+    def _flops_beside(self, strip: StripTime) -> int:
+        """Flops that take as long as what a strip takes beside its own."""
+        price = self.large.price
+        time = strip.elements * price.element + strip.waits * price.picosecond
+        return time // price.flop
 
     def _cuts(
         self, parameters: Sequence[Parameter], policies: Sequence[HomePolicy]
@@ -225,43 +234,49 @@ class Stage:
         """
         numerics = self.numerics
 
-        def can(rows: int, cols: int, own: str, count: int) -> bool:
-            return can_share(rows, cols, count, numerics.where(own))
+        def can(kind: Kind, count: int) -> bool:
+            return can_share(kind.rows, kind.cols, count, numerics.where(kind.own))
 
         @cache
         def cut(index: int, counts: tuple[int, ...]) -> tuple[Parameter, list[Work]]:
             """A parameter with each matrix in so many strips: a plan tries few counts
             of each.
             """
-            parameter = parameters[index]
-            count_of = dict(zip(map(_kind, parameter.matrices), counts, strict=True))
-
-            def strips(shape: MatrixShape) -> int:
-                count = count_of[_kind(shape)]
-                return count if can(*_kind(shape), count) else 1
-
-            made = in_strips(parameter, strips)
+            made = in_strips(parameters[index], counts)
             return made, self._works(made, index)
+
+        kinds: list[list[Kind]] = []  # of the matrices of each parameter
+        for index, parameter in enumerate(parameters):
+            _, works = cut(index, (1,) * len(parameter.matrices))
+            every = zip(parameter.matrices, works, strict=True)
+            kinds.append([self._kind(shape, work) for shape, work in every])
+        kinds = with_few_far(kinds)
 
         def cut_all(counts: Counts, others: int = 1) -> Cut:
             cuts = []
-            for index, parameter in enumerate(parameters):
-                kinds = map(_kind, parameter.matrices)
-                cuts.append(cut(index, tuple(counts.get(x, others) for x in kinds)))
+            for index, own in enumerate(kinds):
+                wanted = [
+                    counts.get(kind, counts.get(kind.near(), others)) for kind in own
+                ]
+                possible = [
+                    count if can(kind, count) else 1
+                    for kind, count in zip(own, wanted, strict=True)
+                ]
+                cuts.append(cut(index, tuple(possible)))
             works = chain.from_iterable(works for _, works in cuts)
             return Cut([parameter for parameter, _ in cuts], list(works))
 
         if numerics.split != "auto":
             return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
         least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
-        shapes: set[Kind] = set()
-        for parameter in parameters:
-            if in_strips(parameter, lambda _: 2) is parameter:
+        large: set[Kind] = set()
+        for parameter, own in zip(parameters, kinds, strict=True):
+            if in_strips(parameter, [2] * len(own)) is parameter:
                 continue
-            for m in parameter.matrices:
-                if ns_flops(*m.unit, numerics.where(m.own)) >= least:
-                    shapes.add(_kind(m))
-        if not shapes:
+            for shape, kind in zip(parameter.matrices, own, strict=True):
+                if ns_flops(*shape.unit, numerics.where(shape.own)) >= least:
+                    large.add(kind)
+        if not large:
             return [cut_all({})]
 
         def time_of(policy: HomePolicy, counts: Counts) -> int:
@@ -270,10 +285,16 @@ class Stage:
         size = self.grid.size
         chosen: list[Counts] = []
         for policy in policies:
-            counts = choose_counts(sorted(shapes), size, partial(time_of, policy), can)
+            counts = choose_counts(sorted(large), size, partial(time_of, policy), can)
             if counts not in chosen:
                 chosen.append(counts)
         return [cut_all(counts) for counts in chosen]
+
+    def _kind(self, whole: MatrixShape, work: Work) -> Kind:
+        own = only(whole.own, AT_HOMES)
+        return Kind(
+            whole.rows, whole.cols, own, is_far(work.held, self.grid.neighbours)
+        )
 
     def _in_one_round(self, cut: Cut, policy: HomePolicy) -> int:
         """The time of a step with all matrices in one round, as it is where ranks are
@@ -284,12 +305,8 @@ class Stage:
         times = self._times(cut.works, homes, together, self.large)
         flops = list(self.before.flops)
         for work, home in zip(cut.works, homes, strict=True):
-            flops[home] += work.flops
+            flops[home] += work.load
         return with_later(*times, flops, self.later, self.large.price)
-
-
-def _kind(shape: MatrixShape) -> Kind:
-    return shape.rows, shape.cols, only(shape.own, AT_HOMES)
 
 
 def with_later(

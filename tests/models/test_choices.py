@@ -39,6 +39,7 @@ V020: dict[str, tuple[tuple[str, float], ...]] = {
     "Llama-3-70B TP8 PP4 DP64": (("8defd096", 34.25), ("18a6def3", 21.08)),
     "Llama-3-405B TP8 PP14 DP128": (("02b8a5db", 205.70), ("839c7e40", 103.51)),
 }
+_BY_TIME = "homes, which count what strips take beside their products"
 # What is other today.
 OTHER = {
     ("Llama-3-8B TP8 × DP8", "safe"): "two rounds, one before",
@@ -51,6 +52,11 @@ OTHER = {
         "fast",
     ): "as many rounds, cut otherwise; other buckets",
     ("Llama-3-8B TP1 × DP512", "fast"): "matrices of 1,024 x 4,096 in two strips, too",
+    ("Llama-3-8B TP1 × DP512", "safe"): _BY_TIME,
+    ("Llama-3-8B TP8 × DP64", "safe"): _BY_TIME,
+    ("Llama-3-8B TP8 × DP64", "fast"): _BY_TIME,
+    ("Llama-3-70B TP8 PP4 DP16", "safe"): _BY_TIME,
+    ("Llama-3-70B TP8 PP4 DP16", "fast"): _BY_TIME,
 }
 WORLDS = {
     f"{model.name} {name} × {size}": f"--model {model.preset} {words} --world-size "

@@ -10,6 +10,7 @@ else is an H100's.
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_muon.orthogonalize.iteration import gathers_of_rows
@@ -55,6 +56,7 @@ def faster_near(link_gbytes: float | None, size: int, neighbours: int) -> int:
     return 1 if link_gbytes and size <= neighbours else _by_link(NODE_LINK, link_gbytes)
 
 
+@lru_cache
 def _by_link(ratio: int, link_gbytes: float | None) -> int:
     """What is ``ratio`` beside LINK_GBYTES, beside the stated link."""
     return max(

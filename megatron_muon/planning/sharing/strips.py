@@ -11,11 +11,11 @@ same on any ranks. Plain integers.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -44,13 +44,12 @@ LEAST_SHARED_PS = 50_000_000
 _STEP_GAIN = Fraction(1, 100)
 _LEAST_GAIN = Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32
+_NEAR = Fraction(9, 10)  # the edge of a shard may leave a few rows on another node
 _EXPERTS = ".experts."  # there are always many of them
 
 
-def in_strips(
-    parameter: Parameter, count_of: Callable[[MatrixShape], int]
-) -> Parameter:
-    """The parameter with matrices cut into strips; others stay whole.
+def in_strips(parameter: Parameter, counts: Sequence[int]) -> Parameter:
+    """The parameter with each matrix cut into so many strips; with 1 it stays whole.
 
     A matrix is cut into ranges of rows, a wide one too, since its homes exchange them
     for columns. If TP cuts a wide one's columns into a multiple of as many parts, these
@@ -60,7 +59,8 @@ def in_strips(
     if _EXPERTS in parameter.name:
         return parameter
     cut = [
-        list(_cut(m, parameter.column_parts, count_of(m))) for m in parameter.matrices
+        list(_cut(shape, parameter.column_parts, count))
+        for shape, count in zip(parameter.matrices, counts, strict=True)
     ]
     if all(len(strips) == 1 for strips in cut):
         return parameter
@@ -143,7 +143,7 @@ def strip_homes(
     busiest: dict[
         int, list[int]
     ] = {}  # work of each team's busiest rank, by number of strips
-    for first in sorted(shared, key=lambda index: (-works[index].flops, index)):
+    for first in sorted(shared, key=lambda index: (-works[index].load, index)):
         strip = strips[first]
         assert strip is not None
         members = range(first, first + strip.count)
@@ -156,7 +156,7 @@ def strip_homes(
         team = _team(busiest[strip.count], _held(members, works, ranks))
         for at, index in enumerate(members):
             home = homes[index] = team * ranks + at * ranks // strip.count
-            loads[home] += works[index].flops
+            loads[home] += works[index].load
             for count, tops in busiest.items():
                 other = home // min(size, count)
                 if other < len(tops):
@@ -265,8 +265,45 @@ class SharedMatrix:
         return {(a, b): rows[a] * cols[b] * self.row_itemsize for a, b in pairs}
 
 
-Kind = tuple[int, int, str]  # rows, columns, settings of the iteration by pattern
+class Kind(NamedTuple):
+    """Matrices that get as many strips."""
+
+    rows: int
+    cols: int
+    own: str = ""  # settings of the iteration by pattern
+    # Less than ``_NEAR`` of it lies on one node. Each home of its strips receives a
+    # part of it, over a link of its own.
+    is_far: bool = False
+
+    def near(self) -> Kind:
+        """The kind of the others of this size."""
+        return self._replace(is_far=False)
+
+
 Counts = Mapping[Kind, int]  # strips of the matrices of a kind; others are whole
+
+
+def is_far(held: Mapping[int, int], neighbours: int) -> bool:
+    """``Kind.is_far`` of a matrix of which ranks hold these elements."""
+    by_node: dict[int, int] = defaultdict(int)
+    for rank, elements in held.items():
+        by_node[rank // neighbours] += elements
+    return max(by_node.values()) < _NEAR * sum(by_node.values())
+
+
+def with_few_far(kinds: Sequence[Sequence[Kind]]) -> list[list[Kind]]:
+    """The same kinds, those that are far apart from others only where they are fewer.
+
+    If most of a shape are far, the links decide for all of them, and fewer kinds take
+    less time to plan.
+    """
+    number = Counter(itertools.chain.from_iterable(kinds))
+
+    def apart(kind: Kind) -> Kind:
+        near = kind.near()
+        return kind if number[kind] < number[near] else near
+
+    return [list(map(apart, own)) for own in kinds]
 
 
 def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
@@ -279,45 +316,54 @@ def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
 
 
 def choose_counts(
-    shapes: Sequence[Kind],
+    kinds: Sequence[Kind],
     size: int,
     time_of: Callable[[Counts], int],
-    can: Callable[[int, int, str, int], bool],
+    can: Callable[[Kind, int], bool],
 ) -> Counts:
-    """How many strips the matrices of each shape get, so that the stage takes least
+    """How many strips the matrices of each kind get, so that the stage takes least
     time.
 
-    From whole matrices on, the one shape that gains most gets twice as many strips, or
-    the next power of two that it can have. Where none gains ``_STEP_GAIN``, two shapes
-    do so together: two may keep others waiting alike. If all of it gains less than
+    From whole matrices on, the one kind that gains most gets twice as many strips, or
+    the next power of two that it can have. Where none gains ``_STEP_GAIN``, two kinds
+    do so together: two may keep others waiting alike. Kinds that are far go with those
+    that are near, until a number of their own gains. If all of it gains less than
     ``_LEAST_GAIN``, none is shared.
 
     Args:
-        shapes: of all matrices.
+        kinds: of all matrices.
         size: number of ranks in the stage.
         time_of: time of the stage.
         can: whether matrices of a kind can have a number of strips (``can_share``).
     """
     most = min(NODE, size).bit_length()
     possible = {
-        shape: [
-            count for count in (1 << at for at in range(1, most)) if can(*shape, count)
+        kind: [
+            count for count in (1 << at for at in range(1, most)) if can(kind, count)
         ]
-        for shape in shapes
+        for kind in dict.fromkeys([*map(Kind.near, kinds), *kinds])
     }
     counts: dict[Kind, int] = {}
     first = best = time_of(counts)
     while True:
         steps = [
-            (shape, more[0])
-            for shape, known in possible.items()
-            if (more := [count for count in known if count > counts.get(shape, 1)])
+            (kind, more[0])
+            for kind, known in possible.items()
+            if not kind.is_far
+            and (more := [count for count in known if count > counts.get(kind, 1)])
         ]
-        for together in (1, 2):
-            tried = [
-                {**counts, **dict(some)}
-                for some in itertools.combinations(steps, together)
-            ]
+        apart = [
+            (kind, count)
+            for kind, known in possible.items()
+            if kind.is_far
+            for count in (1, *known)
+        ]
+        for ways in (
+            zip(steps, strict=True),
+            itertools.combinations(steps, 2),
+            zip(apart, strict=True),
+        ):
+            tried = [{**counts, **dict(way)} for way in ways]
             times = [(time_of(each), at) for at, each in enumerate(tried)]
             time, at = min(times, default=(best, 0))
             if time <= best * (1 - _STEP_GAIN):

@@ -26,10 +26,14 @@ from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.strip_time import strip_time
 from megatron_muon.planning.sharing.strips import (
+    Counts,
+    Kind,
     can_share,
     choose_counts,
     in_strips,
+    is_far,
     strip_homes,
+    with_few_far,
 )
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
@@ -158,7 +162,7 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
 def test_where_a_matrix_is_cut(
     rows: int, cols: int, dim: int | None, tp: int, strips: list[tuple[int, int]]
 ) -> None:
-    cut = in_strips(_parameter("w", rows, cols, dim, tp, 0), lambda _: 4)
+    cut = in_strips(_parameter("w", rows, cols, dim, tp, 0), [4])
     found = [(m.rows, m.cols) for m in cut.matrices if m.strip is not None]
     assert found == strips
     assert bool(strips) == (cut.matrices[0].strip is not None)
@@ -239,11 +243,15 @@ def test_any_number_of_a_setting_is_planned_or_refused_by_name(name: str) -> Non
 def test_experts_stay_whole() -> None:
     name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
     parameter = _parameter(name, 40, 16, None, 1, 0)
-    assert in_strips(parameter, lambda _: 4) == parameter
+    assert in_strips(parameter, [4]) == parameter
     shared = replace(
         parameter, name="decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
     )
-    assert len(in_strips(shared, lambda _: 4).matrices) == 4
+    assert len(in_strips(shared, [4]).matrices) == 4
+
+
+LONG, SHORT, SQUARE = Kind(80, 10), Kind(20, 10), Kind(10, 10)
+FAR = LONG._replace(is_far=True)
 
 
 def test_shapes_are_cut_as_long_as_that_gains() -> None:
@@ -251,24 +259,42 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
     shorter, and then both gain together.
     """
 
-    def time_of(counts: dict[tuple[int, int], int]) -> int:
-        return max(8000 // counts.get((80, 10), 1), 2000 // counts.get((20, 10), 1))
+    def time_of(counts: Counts) -> int:
+        return max(8000 // counts.get(LONG, 1), 2000 // counts.get(SHORT, 1))
 
-    def of_long(gain: int, size: int = 64) -> dict[tuple[int, int], int]:
+    def of_long(gain: int, size: int = 64) -> Counts:
         return choose_counts(
-            [(80, 10)], size, lambda n: 1000 - gain * sum(n.values()), _any
+            [LONG], size, lambda n: 1000 - gain * sum(n.values()), _any
         )
 
-    shapes = [(20, 10), (80, 10), (10, 10)]
-    assert choose_counts(shapes, 64, time_of, _any) == {(80, 10): 8, (20, 10): 2}
-    assert choose_counts([(80, 10), (10, 10)], 64, time_of, _any) == {(80, 10): 4}
-    # all ranks
-    assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {(80, 10): 2}
-    assert of_long(20) == {(80, 10): 8}
+    shapes = [SHORT, LONG, SQUARE]
+    assert choose_counts(shapes, 64, time_of, _any) == {LONG: 8, SHORT: 2}
+    assert choose_counts([LONG, SQUARE], 64, time_of, _any) == {LONG: 4}
+    assert choose_counts([SHORT, LONG], 2, time_of, _any) == {LONG: 2}  # all ranks
+    assert of_long(20) == {LONG: 8}
     assert of_long(5) == {}
 
 
-def _any(rows: int, cols: int, count: int) -> bool:
+def test_a_few_far_matrices_get_strips_of_their_own() -> None:
+    """They take longest, and gain from four strips on; the near ones lose by any."""
+
+    def time_of(counts: Counts) -> int:
+        far = counts.get(FAR, counts.get(LONG, 1))
+        return max(8000 // (far // 2 or 1), 3000 * counts.get(LONG, 1))
+
+    assert choose_counts([LONG, FAR], 64, time_of, _any) == {FAR: 8}
+    kinds = [[FAR, LONG], [LONG], [SHORT._replace(is_far=True)]]
+    assert with_few_far(kinds) == [[FAR, LONG], [LONG], [SHORT]]
+    assert with_few_far([[FAR], [LONG]]) == [[LONG], [LONG]]  # as many as near ones
+
+
+def test_a_matrix_is_far_of_which_a_node_lacks_more_than_some_rows() -> None:
+    assert not is_far({0: 500, 7: 450, 8: 50}, 8)
+    assert is_far({0: 500, 7: 350, 8: 150}, 8)
+    assert is_far({0: 500, 1: 500}, 1)
+
+
+def _any(kind: Kind, count: int) -> bool:
     return True
 
 
