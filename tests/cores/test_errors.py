@@ -161,6 +161,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"late": {"optimizer": "dist_muon"}},
         "ValueError: write optimizer='muon', got 'dist_muon'",
     ),
+    "adaptive_muon's moments": (
+        {"optimizer": {"adaptive_muon_beta2": 0.9}},
+        "OptimizerConfig.adaptive_muon_beta2 (0.9) is of Megatron's adaptive_muon",
+    ),
     "layer-wise": (
         {"late": {"use_layer_wise_distributed_optimizer": True}},
         "does not support use_layer_wise_distributed_optimizer yet (got True): delete "

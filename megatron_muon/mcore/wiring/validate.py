@@ -171,6 +171,13 @@ def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
 def _faults_of_call(
     config: MuonConfig, optimizer_config: Any, arguments: Mapping[str, Any]
 ) -> Iterator[Exception]:
+    for name, value in fields_set(optimizer_config, "adaptive_muon_").items():
+        yield NotImplementedError(
+            f"OptimizerConfig.{name} ({value!r}) is of Megatron's adaptive_muon, whose "
+            f"updates are not those of the papers and are not made here yet: give "
+            f"{named('rule')} normuon, adamuon or namo with {named('moment2_beta2')} "
+            f"and {named('moment2_eps')}, and leave the field at its default"
+        )
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
         yield ValueError(
             f"{named('clip_scope')} {config.clip_scope!r} with clip_grad "
@@ -247,18 +254,18 @@ def _frozen_too_late(model_chunks: Sequence[Any]) -> Iterator[Exception]:
             return
 
 
-def own_muons_fields(optimizer_config: Any) -> dict[str, Any]:
+def own_muons_fields(optimizer_config: Any, prefix: str = "muon_") -> dict[str, Any]:
     """Fields of Megatron's own Muon, with that core's defaults."""
     return {
         field.name: field.default
         for field in dataclasses.fields(optimizer_config)
-        if field.name.startswith("muon_")
+        if field.name.startswith(prefix)
     }
 
 
-def fields_set(optimizer_config: Any) -> dict[str, Any]:
+def fields_set(optimizer_config: Any, prefix: str = "muon_") -> dict[str, Any]:
     """Fields of Megatron's own Muon that are unlike that core's defaults."""
-    defaults = own_muons_fields(optimizer_config)
+    defaults = own_muons_fields(optimizer_config, prefix)
     values = {name: getattr(optimizer_config, name) for name in defaults}
     return {name: it for name, it in values.items() if it != defaults[name]}
 
