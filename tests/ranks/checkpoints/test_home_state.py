@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def test_numbers_are_those_of_the_checkpoint(of_runs: Any, tmp_path: Path) -> No
         assert numbers.items() <= saved.items()
         loaded |= numbers
     assert loaded == saved
+
+
+def _saves_beside_a_step(*of_run: Any) -> Numbers:
+    case, topology, format, folder = of_run
+    built = start(case, topology)
+    take_step(built, 0)
+    before = _numbers(built)
+    save(built, folder, format, meanwhile=partial(take_step, built, 1))
+    assert _numbers(built) != before
+    return before
+
+
+@pytest.mark.parametrize("case", [CASE, NAMO], ids=["normuon", "namo"])
+def test_an_asynchronous_save_has_those_of_its_step(case: Case, tmp_path: Path) -> None:
+    of_run = case, Topology(dp=2), WHOLE_WEIGHTS, str(tmp_path)
+    saved, _ = run(_saves_beside_a_step, 2, *of_run)
+    for loaded in run(_loads, 2, *of_run):
+        assert loaded == saved
 
 
 @pytest.mark.parametrize("case", [CASE, ELEMENTS], ids=["normuon", "adamuon"])
