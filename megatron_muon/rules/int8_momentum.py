@@ -99,14 +99,13 @@ class Packed(States, Generic[Place]):
             shard: super(Packed, self).get(shard, MOMENTUM_KEY)
             for shard in mine.values()
         }
-        state = {
-            key: {
-                name: each
-                for name, each in held.items()
-                if key not in mine or name != MOMENTUM_KEY
-            }
-            for key, held in state_dict["state"].items()
-        }
+        state = {}
+        for key, held in state_dict["state"].items():
+            names = held.keys()
+            if key in mine:  # a rule may have second moments, Muon has none
+                known = {"step", *self._optimizer.state[mine[key]]} - {MOMENTUM_KEY}
+                names = [name for name in held if name in known]
+            state[key] = {name: held[name] for name in names}
         load_state_dict({**state_dict, "state": state})
         for shard, momentum in kept.items():
             self._optimizer.state[shard][MOMENTUM_KEY] = momentum
