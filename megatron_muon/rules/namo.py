@@ -114,6 +114,8 @@ class NamoRound(UnitRound):
         """
         super().before_gather(shards, into, moves, sums)
         assert sums is not None
+        self._alphas = []  # a step that failed may have left some
+        self._after = []
         config = self._numerics.config
         for number, (row, mu) in enumerate(zip(sums, self._mus(), strict=True)):
             matrix = self._units.matrices[number]
@@ -133,8 +135,6 @@ class NamoRound(UnitRound):
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         """Keep v, and update the shards by the formula above."""
         alphas, after = self._alphas, self._after
-        self._alphas = []
-        self._after = []
         if not results:
             return
         scales = iter(self._scales)

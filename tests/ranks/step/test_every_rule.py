@@ -16,8 +16,9 @@ import torch
 
 from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
+from ranks.errors.test_half_done import check_half_step
 from ranks.results.test_nonfinite import FC1, _planted
-from support.checkpoints.saving import load, save
+from support.checkpoints.saving import formats, load, save
 from support.installed import NAME, VERSION
 from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
@@ -189,6 +190,12 @@ def test_a_matrix_with_units_of_columns_stays_as_a_whole(
     for topology in (Topology(), Topology(dp=3)):
         after = trained(case, topology, planted)["main"][name]
         torch.testing.assert_close(after, before, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo"])
+def test_a_load_heals_half_a_step(rule: str, tmp_path: Path) -> None:
+    case = _by(rule, _with(CASE, ("round_bytes", 1)))
+    check_half_step(case, Topology(tp=2), "momentum", formats()[-1], tmp_path)
 
 
 def _loads_in_between() -> list[float]:
