@@ -26,6 +26,7 @@ from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.rules import row_of
 
 _BY_ROUND = (
     "use optimizer_cpu_offload with use_precision_aware_optimizer, which "
@@ -192,6 +193,15 @@ def _faults_of_call(
             yield NotImplementedError(
                 f"{named('full_period')} with optimizer_cpu_offload: state comes from "
                 f"the host in the rounds of full steps; {_ONE}"
+            )
+    second = optimizer_config.exp_avg_sq_dtype
+    of_elements = row_of(config.rule).moments[0] > 0
+    if optimizer_config.optimizer_cpu_offload and of_elements:
+        if second != torch.float32:  # HostMemory has no scales
+            yield NotImplementedError(
+                f"{named('rule')} {config.rule!r} with optimizer_cpu_offload and "
+                f"exp_avg_sq_dtype={second}: the rule keeps second moments, which are "
+                "fp32 in host memory; give fp32 (--exp-avg-sq-dtype fp32)"
             )
     if getattr(optimizer_config, "chunked_optimizer_state_offload", False):
         for name, value in (("full_period", 1), ("momentum_dtype", "fp32")):

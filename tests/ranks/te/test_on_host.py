@@ -235,8 +235,15 @@ def _refused(change: dict[str, Any]) -> str:
             "exp_avg_dtype=torch.fl",
         ),
         ({"islands": ("*fc1*",)}, "optimizer_cpu_offload with fp32 weights"),
+        (
+            {
+                "muon": (("rule", "adamuon"),),
+                "narrow": (*HOSTED.narrow, ("exp_avg_sq_dtype", torch.uint8)),
+            },
+            "optimizer_cpu_offload and exp_avg_sq_dtype=torch.uint8: the rule keeps",
+        ),
     ],
-    ids=["dtype", "fp32-weights"],
+    ids=["dtype", "fp32-weights", "adamuon"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]
