@@ -228,10 +228,16 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
     def where(self, settings: str) -> MuonConfig:
         """The settings of a matrix that has some of its own, ``KEY=VALUE,...``.
 
+        Steps that the run's coefficients have by default are not the matrix's: it has
+        those of its own coefficients.
+
         Raises:
             ValueError: as for settings of a run.
         """
         given = {name: getattr(self, name) for name in self.given - {"by_pattern"}}
+        # not by ``given``, which a copy by ``replace`` has them in
+        if self.ns_steps == default_steps(self.ns_coefficients):
+            given.pop("ns_steps", None)
         return MuonConfig(**{**given, **fields_of(settings)})
 
     @property

@@ -179,6 +179,25 @@ def test_coefficients_by_pattern_bring_the_steps_that_they_need() -> None:
         MuonConfig(ns_steps=6, by_pattern=[text])
 
 
+def test_a_patterns_steps_are_those_of_its_coefficients_in_every_copy() -> None:
+    """Of block steps and torch's deterministic mode, too."""
+    config = MuonConfig(ns_coefficients="deepseekv4", full_period=2)
+    copies = [
+        config,
+        replace(config, momentum=0.9),
+        block_numerics(Numerics(config)).config,
+        layout_free(config, is_deterministic=True),
+        replace(config, ns_steps=10),
+        MuonConfig(ns_coefficients="deepseekv4", ns_steps=10),
+    ]
+    for copy in copies:
+        assert copy.ns_steps == 10 and copy.where("rms=0.3").ns_steps == 10
+        assert copy.where("ns_coefficients=simple").ns_steps == 5
+        assert copy.where("ns_coefficients=simple,ns_steps=7").ns_steps == 7
+    given = replace(MuonConfig(ns_steps=6), momentum=0.9)
+    assert given.where("ns_coefficients=quintic").ns_steps == 6
+
+
 def test_a_pattern_cannot_have_another_rule() -> None:
     MuonConfig(by_pattern=["a:rule=muon"])
     with pytest.raises(NotImplementedError, match="a:rule=hyperball: all matrices of"):
