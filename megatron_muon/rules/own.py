@@ -21,6 +21,8 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import by_rows
 from megatron_muon.orthogonalize.normalization import Soundness, largest_of
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.block_steps import in_tp_slices
+from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.rounds.table import Stack
 from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound
 from megatron_muon.runtime.rule import Rule
@@ -28,7 +30,8 @@ from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import OwnRule, own_rule
 
-_SHAPES = ((32, 48), (48, 32))  # of the matrices that it is tried on
+# of the matrices that it is tried on before the model's shapes are known
+_SHAPES = ((32, 48), (48, 32))
 # settings of what a function replaces, and of what its scale does
 _REPLACED = ("ns_steps", "ns_coefficients", "ns_iteration", "symmetric_products")
 _SCALES = ("matched_adamw_rms", "scale_mode")
@@ -127,7 +130,7 @@ def _text(what: Any) -> str:
 
 
 def tried(numerics: Numerics, device: torch.device) -> str:
-    """Try the run's rule on matrices of zeros and random ones. No communication.
+    """Try the run's rule on small matrices of zeros and random ones. No communication.
 
     Returns:
         A line that all ranks must agree on: the rule's name and a digest of its source.
@@ -148,6 +151,29 @@ def tried(numerics: Numerics, device: torch.device) -> str:
         for shape in _SHAPES:
             _try(own, shape, device, says)
     return f"source of rule {name}: {digest(own)}"
+
+
+def try_shapes(
+    numerics: Numerics, parameters: Sequence[Parameter], device: torch.device
+) -> None:
+    """Try the run's function on matrices of each shape that it gets of these
+    parameters, also in block steps. No communication.
+
+    Raises:
+        ValueError: as of ``tried``.
+    """
+    own = own_rule(numerics.config.rule)
+    assert own is not None
+    if isinstance(own.direction, type):
+        return
+    every = list(parameters)
+    if numerics.config.full_period > 1:
+        every += map(in_tp_slices, parameters)
+    shapes: set[tuple[int, int]] = set()
+    for parameter in every:
+        shapes.update(matrix.unit for matrix in parameter.matrices)
+    for shape in sorted(shapes.difference(_SHAPES)):
+        _try(own, shape, device, f"{named('rule')} {numerics.config.rule}")
 
 
 def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:

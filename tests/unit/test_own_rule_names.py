@@ -15,7 +15,8 @@ from megatron_muon import MuonConfig, OwnRule, register_rule
 from megatron_muon.mcore.checkpoint.param_groups import config_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import computing_line
-from megatron_muon.rules.own import digest, tried
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.rules.own import digest, tried, try_shapes
 from megatron_muon.settings import rules
 from megatron_muon.settings.rules import own_rule
 from megatron_muon.testing import assert_as_one_process
@@ -58,6 +59,26 @@ def test_a_registered_name_is_a_rules_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_a_rule_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"--muon-rule.* {name}.*{text}"):
         _tried(name)
+
+
+def test_it_is_tried_on_each_shape_that_it_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of whole matrices, and of TP slices where there are block steps."""
+    tried_on: list[tuple[int, ...]] = []
+
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        tried_on.append(tuple(x.shape))
+        return x
+
+    monkeypatch.setattr(rules, "_registered", {"seen": OwnRule(seen)})
+    cut = whole_matrix("w", (8, 6), 0, 2)
+    every = [Parameter("w", (8, 6), 0, Span(0, 48), Span(0, 48), 0, *cut)] * 2
+    for period, expected in ((1, [(2, 16, 6)]), (2, [(2, 8, 6), (2, 16, 6)])):
+        tried_on.clear()
+        config = MuonConfig(rule="seen", full_period=period)
+        try_shapes(Numerics(config, "cpu"), every, CPU)
+        assert tried_on == expected
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ def _checked(
 def _routed(
     model_chunks: Sequence[Any], numerics: Numerics, stage: Stage
 ) -> list[Route]:
-    """The routes of this rank's model, once the kernels for its matrices have been
-    tried.
+    """The routes of this rank's model, once the kernels, or a function of one's own,
+    have been tried for its matrices.
     """
     routes = routes_of(model_chunks, stage.sizes, numerics.config)
     muons = [route.muon for route in routes if route.muon is not None]
@@ -196,6 +196,10 @@ def _routed(
     for muon in muons:
         widths.update(muon.widths)
     try_elementwise(stage.device, numerics, widths)
+    if row_of(numerics.config.rule) is OWN:
+        from megatron_muon.rules.own import try_shapes
+
+        try_shapes(numerics, muons, stage.device)
     return routes
 
 

@@ -92,6 +92,7 @@ def test_qk_clip_beside_it() -> None:
     ("name", "text"),
     [
         ("bad_shape", "on a zero and a random matrix 32 x 48: ValueError: it takes"),
+        ("fails_if_wide", "on a zero and a random matrix 32 x 96: ValueError: too"),
         ("nothing", "cannot be imported: AttributeError"),
     ],
 )
