@@ -28,13 +28,15 @@ from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound
 from megatron_muon.runtime.rule import Rule
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
-from megatron_muon.settings.rules import OwnRule, own_rule
+from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 
 # of the matrices that it is tried on before the model's shapes are known
 _SHAPES = ((32, 48), (48, 32))
 # settings of what a function replaces, and of what its scale does
 _REPLACED = ("ns_steps", "ns_coefficients", "ns_iteration", "symmetric_products")
 _SCALES = ("matched_adamw_rms", "scale_mode")
+# settings that Muon's class carries out, as it does update_norm
+_OF_MUON = ("log_interval", "cautious_decay", "momentum_warmup")
 # operations that read a result, or check an error's number, on the host
 _DECLARE = "declare it by OwnRule(..., reads_host=True)"
 _READS = ("nonzero", "masked_select", "_linalg_check_errors")
@@ -181,23 +183,45 @@ def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:
         raise ValueError(
             f"{says}: {made.__name__} is no megatron_muon.runtime.rule.Rule"
         )
+    # by names, so that no rule's module is imported
+    bases = {f"{base.__module__}:{base.__qualname__}" for base in made.__mro__}
+    for name, row in RULES.items():
+        if row.settings and row.location in bases:
+            raise ValueError(
+                f"{says} is a subclass of {name}'s, whose {', '.join(row.settings)} "
+                f"only {named('rule')} {name} has: give that, or subclass Muon"
+            )
     states = {*made.states_before, *made.states_after} - {MOMENTUM_KEY}
     if states:
         raise ValueError(
             f"{says} keeps {', '.join(sorted(states))} of each shard, and checkpoints "
             f"have only {MOMENTUM_KEY}"
         )
-    if config.log_interval is not None and not issubclass(made, Muon):
+    if issubclass(made, Muon):
+        return
+    given = [
+        f"{named(field)} {getattr(config, field)}"
+        for field in _OF_MUON
+        if getattr(config, field) != ROWS[field].default
+    ]
+    if any(each.scale_mode == "update_norm" for each in _configs(config)):
+        given.append(f"{named('scale_mode')} update_norm")
+    if given:
         raise ValueError(
-            f"{named('log_interval')} knows the updates of Muon's subclasses, and "
-            f"{says} is none: leave it out"
+            f"{', '.join(given)}: this is of Muon's subclasses alone, and {says} is "
+            "none: leave it out"
         )
+
+
+def _configs(config: MuonConfig) -> list[MuonConfig]:
+    """The run's settings, and those of each pattern."""
+    patterns = pairs_of(config.by_pattern)
+    return [config, *(config.where(settings) for _, settings in patterns)]
 
 
 def _require_settings(own: OwnRule, config: MuonConfig, says: str) -> None:
     """Settings of what the function replaces must not be given."""
-    by_pattern = (config.where(text) for _, text in pairs_of(config.by_pattern))
-    configs = config, *by_pattern
+    configs = _configs(config)
     for field in _REPLACED if own.scale is None else _REPLACED + _SCALES:
         if any(getattr(one, field) != ROWS[field].default for one in configs):
             raise ValueError(

@@ -16,12 +16,14 @@ from megatron_muon.mcore.checkpoint.param_groups import config_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import computing_line
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.rules.muon import Muon
 from megatron_muon.rules.own import digest, tried, try_shapes
 from megatron_muon.settings import rules
-from megatron_muon.settings.rules import own_rule
+from megatron_muon.settings.rules import RULES, own_rule
 from megatron_muon.testing import assert_as_one_process
 from support import ROOT
 from support.runs import own_rules
+from support.runs.other_rules import Centred
 from support.runs.own_rules import HERE, UNSOUND, polar_express
 
 CPU = torch.device("cpu")
@@ -95,6 +97,38 @@ def test_a_setting_without_a_meaning_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         _tried(f"{HERE}:{name}", **settings)
+
+
+@pytest.mark.parametrize("base", [n for n, row in RULES.items() if row.settings])
+def test_a_subclass_of_a_rule_with_settings_of_its_own_is_refused(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would set its radii, or keep its moments."""
+    mine = type("Mine", (RULES[base].imported(),), {})
+    monkeypatch.setattr(rules, "_registered", {"mine": OwnRule(mine)})
+    with pytest.raises(ValueError, match=f"rule.* mine is a subclass of {base}'s"):
+        _tried("mine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"log_interval": 2, "log_file": "a"}, "--muon-log-interval"),
+        ({"cautious_decay": True}, "--muon-cautious-decay"),
+        ({"momentum_warmup": 3}, "--muon-momentum-warmup"),
+        ({"scale_mode": "update_norm"}, "--muon-scale-mode"),
+        ({"by_pattern": ("*:rms=1,scale_mode=update_norm",)}, "--muon-scale-mode"),
+    ],
+)
+def test_what_muons_class_does_is_refused_with_a_class_beside_it(
+    settings: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = {"beside": OwnRule(Centred), "below": OwnRule(type("Mine", (Muon,), {}))}
+    monkeypatch.setattr(rules, "_registered", every)
+    _tried("beside", scale_mode="shape_scaling")
+    _tried("below", **settings)
+    with pytest.raises(ValueError, match=f"{text}.* beside is none: leave"):
+        _tried("beside", **settings)
 
 
 def test_ranks_compare_the_source_and_what_is_declared() -> None:
