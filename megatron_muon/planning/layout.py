@@ -168,10 +168,11 @@ class Parameter:
         return {m.cols // (self.column_parts * m.column_blocks) for m in self.matrices}
 
     def part_of(self, matrix: MatrixShape) -> str:
-        """What is in brackets behind its name in that of a matrix in it; else
-        empty.
+        """What is in brackets behind its name in that of a matrix in it, or of a TP
+        slice of one; else empty.
         """
-        return matrix.name.removeprefix(self.name).partition("[")[2].partition("]")[0]
+        whole = matrix.name.removeprefix(self.name).partition(SLICE_OF)[0]
+        return whole.partition("[")[2].partition("]")[0]
 
     @property
     def replicated(self) -> bool:

@@ -15,13 +15,15 @@ import torch.distributed as dist
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
-from megatron_muon.planning.block_steps import block_numerics
+from megatron_muon.planning.block_steps import block_numerics, in_tp_slices
 from megatron_muon.planning.describe import (
     computing_line,
     link_lines,
     not_shared_lines,
     pattern_lines,
 )
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.plan import with_settings
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.patterns import settings_of, written
@@ -211,6 +213,17 @@ def test_block_steps_multiply_the_scale_of_a_pattern_too() -> None:
     block = block_numerics(Numerics(config)).config
     assert block.by_pattern == ("a:rms=0.2", "b:ns_steps=8")
     assert block.where("rms=0.2").matched_adamw_rms == 0.2
+
+
+@pytest.mark.parametrize("part", ["", "[v]"])
+def test_a_slice_of_a_block_step_has_the_settings_of_its_matrix(part: str) -> None:
+    """Its mark is no part of a fused weight, which a pattern names in brackets."""
+    cut = whole_matrix(f"w{part}", (8, 6), 0, 2)
+    full = Parameter("w", (8, 6), 0, Span(0, 48), Span(0, 48), 0, *cut)
+    config = MuonConfig(by_pattern=["w[*]:rms=0.5"], full_period=2)
+    made = with_settings([full, in_tp_slices(full)], config)
+    own = [[matrix.own for matrix in each.matrices] for each in made]
+    assert own == ([["rms=0.5"], ["rms=0.5"] * 2] if part else [[""], [""] * 2])
 
 
 def test_a_resume_says_where_auto_chooses_by_other_rules_than_the_checkpoints(
