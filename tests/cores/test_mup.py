@@ -157,5 +157,10 @@ def test_what_contradicts_it_is_refused_on_all_ranks(
         assert text.startswith("ValueError: ") and re.search(said, text), text
 
 
-def test_nothing_is_refused_that_has_no_scale_by_width() -> None:
-    assert run(_refused, 2, {"rule": "hyperball"}) == ["no error"] * 2
+@pytest.mark.parametrize(
+    "settings", [{"rule": "hyperball"}, {"scale_mode": "shape_scaling"}], ids=str
+)
+def test_nothing_is_refused_that_does_not_grow_with_the_width(
+    settings: dict[str, Any],
+) -> None:
+    assert run(_refused, 2, settings) == ["no error"] * 2
