@@ -10,9 +10,9 @@ of steps, and v a number of the unit::
 
 (1 - μ)·U is the paper's momentum, a mean, which has no Nesterov's form (``nesterov``
 off); with it, μᵗ is μᵗ⁺¹.
-α is 1 where gradients are alike, and at most √((1 - μ) / (1 - β2)), so an update has at
-most that times the root mean square that Muon's scale promises. t of the momentum is
-Adam's number of steps; that of v counts the steps with v, which may start later.
+α is 1 where gradients are alike, and less where they are noisy; an update has α times
+the root mean square that Muon's scale promises. t of the momentum is Adam's number of
+steps; that of v counts the steps with v, which may start later.
 
 Both norms are sums over the slices of a matrix, of which each rank knows all.
 """

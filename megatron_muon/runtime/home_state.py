@@ -80,23 +80,30 @@ class HomeState:
                 found.setdefault(name, (self._lengths[name], number))
         return found
 
-    def require_usable(self, saved: object, *, whole: bool = False) -> None:
+    def require_usable(
+        self, saved: object, way_out: str, *, whole: bool = False
+    ) -> None:
         """Raise ValueError where a file, which may hold anything, has other numbers
         than those of the homes here, or with ``whole`` of the stage.
+
+        Args:
+            saved: what the file has.
+            way_out: ends an error about the names of units.
+            whole: wants numbers of the whole stage.
         """
         if not isinstance(saved, Mapping):
             raise ValueError("the checkpoint's second moments have no names")
         for name in saved.keys() - self._lengths.keys():
             raise ValueError(
-                f"the checkpoint has a second moment of {name!r}, which is no matrix "
-                "of this run's Muon"
+                f"the checkpoint has a second moment of {name!r}, which is no unit of "
+                f"this run. {way_out}"
             )
         for name in self._lengths if whole else self.wanted():
             length, found = self._lengths[name], saved.get(name)
             if not torch.is_tensor(found):
                 raise ValueError(
-                    f"the checkpoint has second moments of {len(saved)} matrices, and "
-                    f"none of {name}: it was saved by another model, or is damaged"
+                    f"the checkpoint has second moments of {len(saved)} units, and "
+                    f"none of {name}. {way_out}"
                 )
             if found.dtype != torch.float32 or found.shape != (length,):
                 raise ValueError(

@@ -8,31 +8,38 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron_muon.mcore.checkpoint.buffers import MOMENT2
+from megatron_muon.mcore.checkpoint.buffers import HOME_STATE, MOMENT2, of_rule
 
 
-def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    """Drop second moments that the checkpoint lacks from what is to be loaded: they
-    start at zero.
+def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any, rule: str) -> None:
+    """Drop second moments from what is to be loaded where the checkpoint has none of
+    the rule: they start at zero.
 
-    Where it has some of those that a rank wants, all stay, and Megatron names one that
-    is missing.
+    Where it has some, on whichever rank, all stay, and Megatron names one that is
+    missing.
     """
-    wanted = list(_second_moments(sharded_state_dict))
+    keys = tuple(f".{of_rule(key, rule)}." for key in (MOMENT2, HOME_STATE))
+    wanted = list(_second_moments(sharded_state_dict, keys))
     if not wanted:
         return
     there = dist_checkpointing.load_tensors_metadata(str(checkpoint_dir))
-    if any(parent[name].key in there for parent, name in wanted):
+    if any(_is_one(key, keys) for key in there):
         return
     for parent, name in wanted:
         del parent[name]
 
 
-def _second_moments(node: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
+def _second_moments(
+    node: Any, keys: tuple[str, ...]
+) -> Iterator[tuple[dict[Any, Any], Any]]:
     """Each dict that has a second moment, and its key there."""
     children = node.items() if isinstance(node, dict) else enumerate(node)
     for name, child in children:
-        if isinstance(child, ShardedTensor) and f".{MOMENT2}." in child.key:
+        if isinstance(child, ShardedTensor) and _is_one(child.key, keys):
             yield node, name
         elif isinstance(child, (dict, list)):
-            yield from _second_moments(child)
+            yield from _second_moments(child, keys)
+
+
+def _is_one(key: str, keys: tuple[str, ...]) -> bool:
+    return any(each in key for each in keys)

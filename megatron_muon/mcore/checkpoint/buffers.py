@@ -33,10 +33,11 @@ CHOICES = 3
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"
-# of matrices whose homes keep second moments, beside "optimizer" in its state dict
+# Second moments: what homes keep, beside "optimizer" in its state dict, and those of
+# elements. ``of_rule`` follows, so that another rule's are not taken for a rule's own.
 HOME_STATE = "megatron_muon_homes"
 AT_DP_ZERO = "dp_zero_gather_scatter"  # a format of Megatron's
-MOMENT2 = "muon_moment2"  # on disk
+MOMENT2 = "muon_moment2"
 SPANS = "spans"
 
 OTHER_CUT = (
@@ -49,6 +50,20 @@ OTHER_CUT = (
     "Python give sharded_state_dict the metadata of the save, and load AdamW's "
     "checkpoint within megatron_muon.reading_adamw"
 )
+
+
+# where a checkpoint has second moments of other units
+OTHER_UNITS = (
+    f"Second moments of {named('rule')} {{rule}} belong to units: give "
+    f"{named('splits')} and {named('split_qkv')} as at the save. To go on with other "
+    "units, load it once by the rule muon and save: that save has no second moments, "
+    "so they start at zero, and the momentum goes on"
+)
+
+
+def of_rule(key: str, rule: str) -> str:
+    """A key on disk of a rule's second moments."""
+    return f"{key}_{rule}"
 
 
 Gathered = dict[str, Any]  # the state of a whole grad buffer
@@ -147,7 +162,7 @@ def from_disk(
         whole["param"][place.start : place.stop] = saved["param"][start:stop]
         tensors = states.get(place.name, {})
         for key, target in zip(place.keys, ADAMW_STATE, strict=False):
-            if key == MOMENT2 and key not in tensors:
+            if key.startswith(MOMENT2) and key not in tensors:
                 continue  # of another rule
             check_tensor(place.name, key, tensors, place.stop - place.start)
             whole[target][place.start : place.stop] = tensors[key]

@@ -42,6 +42,7 @@ from megatron_muon.mcore.checkpoint.buffers import (
     AT_DP_ZERO,
     HOME_STATE,
     OTHER_CUT,
+    OTHER_UNITS,
     RECORD,
     check_tensor,
     from_disk,
@@ -90,9 +91,9 @@ class MuonCheckpoint(ShardedState):
             check_record(state_dict, self._numerics)
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
-        home, of_homes = self._home_state, state_dict.get(HOME_STATE)
+        home, of_homes = self._home_state, state_dict.get(self._of_rule(HOME_STATE))
         if home is not None and of_homes:
-            home.require_usable(of_homes)
+            home.require_usable(of_homes, self._other_units)
         saved = state_dict["optimizer"]
         ours = self.optimizer.param_groups
         loaded = loaded_groups(ours, saved["param_groups"])
@@ -142,7 +143,8 @@ class MuonCheckpoint(ShardedState):
         if home is not None:
             every = home.gathered(self.stage_group)
             if gathered and self.data_parallel_group.rank() == 0:
-                gathered[HOME_STATE] = {name: x.cpu() for name, x in every.items()}
+                key = self._of_rule(HOME_STATE)
+                gathered[key] = {name: x.cpu() for name, x in every.items()}
         return gathered
 
     def load_parameter_state_from_dp_zero(
@@ -169,7 +171,8 @@ class MuonCheckpoint(ShardedState):
             (state,) = self._to_scatter
             self._to_scatter = None
             self.half_loaded = True
-            of_homes = None if state is None else state.pop(HOME_STATE)
+            key = self._of_rule(HOME_STATE)
+            of_homes = None if state is None else state.pop(key, None)
             with self._exposing("adam"):
                 super().load_parameter_state_from_dp_zero(state)
             if self._home_state is not None:
@@ -196,9 +199,9 @@ class MuonCheckpoint(ShardedState):
             raise ValueError("the checkpoint has no optimizer state for this rank")
         # a chain with experts saves a list
         state = dict(saved) if isinstance(saved, dict) else {}
-        of_homes = state.setdefault(HOME_STATE, None)
+        of_homes = state.get(self._of_rule(HOME_STATE))
         if self._home_state is not None and of_homes is not None:
-            self._home_state.require_usable(of_homes, whole=True)
+            self._home_state.require_usable(of_homes, self._other_units, whole=True)
         for index, dtypes, buffer in self._buffers():
             saved_buffer = state.get(index, {}).get(dtypes)
             if saved_buffer is None:
@@ -218,6 +221,10 @@ class MuonCheckpoint(ShardedState):
                     f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded
                 )
         return state
+
+    @property
+    def _other_units(self) -> str:
+        return OTHER_UNITS.format(rule=self._numerics.config.rule)
 
     def _refuse_other_order(self, format: str) -> None:
         """Refuse AdamW's formats that lie in the order of buckets, if our buckets have

@@ -16,7 +16,6 @@ from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
     AT_DP_ZERO,
     HOME_STATE,
-    MOMENT2,
     MOMENTUM,
     RECORD,
     gathered_spans,
@@ -60,11 +59,12 @@ class ShardedState(MuonState):
         if home is None or state.get("param_state_sharding_type") == AT_DP_ZERO:
             return state
         instance = self.distributed_optimizer_instance_id
-        state[HOME_STATE] = {}
+        key = self._of_rule(HOME_STATE)
+        state[key] = {}
         assert is_loading or gathered is not None, "the chain gathers it for a save"
         for name, (length, number) in home.wanted().items():
-            state[HOME_STATE][name] = ShardedTensor.from_rank_offsets(
-                f"optimizer.state.{MOMENT2}.{name}",
+            state[key][name] = ShardedTensor.from_rank_offsets(
+                f"optimizer.state.{key}.{name}",
                 torch.empty(length) if gathered is None else gathered[name],
                 replica_id=(instance, 0, number),
             )

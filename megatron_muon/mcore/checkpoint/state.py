@@ -23,6 +23,7 @@ from megatron_muon.mcore.checkpoint.buffers import (
     BufferPlace,
     check_tensor,
     gathered_spans,
+    of_rule,
 )
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
@@ -71,7 +72,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             return tensors
         first, second = ADAMW_STATE
         momentum = tensors.pop(MOMENTUM)
-        moment2 = tensors.pop(MOMENT2, None)
+        moment2 = tensors.pop(self._of_rule(MOMENT2), None)
         if moment2 is None:
             moment2 = torch.zeros_like(momentum)
         return {**tensors, first: momentum, second: moment2}
@@ -86,7 +87,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             keys[MAIN_KEY] = MAIN_KEY
         for on_disk, key in keys.items():
             name = key if self._has_adams_names else on_disk
-            if on_disk == MOMENT2:
+            if on_disk.startswith(MOMENT2):
                 self._set_moment2(model_param, tensors.get(name))
                 continue
             check_tensor(self._name_of[model_param], name, tensors, shard.numel())
@@ -166,7 +167,10 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     def _muons_keys(self) -> tuple[str, ...]:
         """Keys on disk of the state of Muon's parameters."""
         has_second = MOMENT2_KEY in getattr(self.muon, "state_keys", ())
-        return (MOMENTUM, MOMENT2) if has_second else (MOMENTUM,)
+        return (MOMENTUM, self._of_rule(MOMENT2)) if has_second else (MOMENTUM,)
+
+    def _of_rule(self, key: str) -> str:
+        return of_rule(key, self._numerics.config.rule)
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the

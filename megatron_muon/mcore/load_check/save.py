@@ -22,7 +22,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
+from megatron_muon.mcore.checkpoint.buffers import (
+    HOME_STATE,
+    OTHER_CUT,
+    OTHER_UNITS,
+)
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import (
     THREADS,
@@ -50,9 +54,13 @@ _SAME_OPTIMIZER = (
     "Each parameter must belong to the same optimizer as at the save "
     f"({named('muon_include')}, {named('muon_exclude')})"
 )
-# A key of optimizer state in torch_dist, of a model-parallel rank or of a whole weight,
-# and what it takes to find it there.
+# A key of optimizer state in torch_dist, of a unit, a model-parallel rank or a whole
+# weight, and what it takes to find it there.
 _STATE = (
+    (
+        re.compile(rf"optimizer\.state\.{HOME_STATE}_(?P<rule>\w+)\.[^\]\s]*\]?"),
+        OTHER_UNITS,
+    ),
     (
         re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.[\w.]*\w"),
         f"{_SAME_OPTIMIZER}. {OTHER_CUT}",
@@ -115,7 +123,7 @@ def load(
     if trained is not None and row_of(trained.config.rule).has_moments:
         from megatron_muon.mcore.checkpoint.absent import drop_absent
 
-        drop_absent(sharded_state_dict, checkpoint_dir)
+        drop_absent(sharded_state_dict, checkpoint_dir, trained.config.rule)
     with _explained(folder) if trained is not None else nullcontext():
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
@@ -133,6 +141,7 @@ def _explained(folder: str) -> Iterator[None]:
         text = _KEYS_THERE.sub("", str(error))
         for pattern, way_out in _STATE:
             if key := pattern.search(text):
+                way_out = way_out.format_map(key.groupdict())
                 text = (
                     f"{folder} has no {key[0]}, or has it in another shape. {way_out}"
                 )

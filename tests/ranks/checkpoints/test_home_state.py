@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.mcore.checkpoint.buffers import HOME_STATE
+from megatron_muon.mcore.checkpoint.buffers import HOME_STATE, of_rule
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime.home_state import HomeState
@@ -113,15 +113,55 @@ def test_an_asynchronous_save_has_those_of_its_step(case: Case, tmp_path: Path) 
         assert loaded == saved
 
 
-@pytest.mark.parametrize("case", [CASE, ELEMENTS], ids=["normuon", "adamuon"])
+BY_OTHERS = [
+    (MUON, CASE),
+    (MUON, ELEMENTS),
+    (NAMO, CASE),
+    (CASE, NAMO),
+    *(
+        tuple(replace(case, moe=True, dense_layers=1) for case in pair)
+        for pair in ((CASE, ELEMENTS), (ELEMENTS, CASE))
+    ),
+]
+
+
+@pytest.mark.parametrize("cases", BY_OTHERS, ids=range(6))
 @pytest.mark.parametrize("format", formats())
-def test_a_checkpoint_of_muon_has_none_and_they_start_at_zero(
-    format: str, case: Case, tmp_path: Path
+def test_a_checkpoint_of_another_rule_has_none_and_they_start_at_zero(
+    format: str, cases: tuple[Case, Case], tmp_path: Path
+) -> None:
+    then, now = cases
+    of_run = Topology(dp=2), format, str(tmp_path)
+    run(_saves, 2, then, *of_run)
+    for numbers in run(_loads, 2, now, *of_run):
+        assert numbers and not any(map(any, numbers.values()))
+
+
+def _error_of_load(*of_run: Any) -> str:
+    return error_of(partial(_loads, *of_run))
+
+
+@pytest.mark.parametrize("format", formats())
+def test_second_moments_of_other_units_are_refused_with_a_way_out(
+    format: str, tmp_path: Path
 ) -> None:
     of_run = Topology(dp=2), format, str(tmp_path)
-    run(_saves, 2, MUON, *of_run)
-    for numbers in run(_loads, 2, case, *of_run):
+    whole = replace(CASE, muon=(*CASE.muon, ("split_qkv", False)))
+    run(_saves, 2, CASE, *of_run)
+    for text in run(_error_of_load, 2, whole, *of_run, timeout=60.0):
+        assert "(--muon-rule) normuon belong to units: give splits (--muon" in text
+    # the way out
+    run(_takes_over, 2, replace(whole, muon=(*whole.muon, ("rule", "muon"))), *of_run)
+    for numbers in run(_loads, 2, whole, *of_run):
         assert numbers and not any(map(any, numbers.values()))
+
+
+def _takes_over(*of_run: Any) -> None:
+    case, topology, format, folder = of_run
+    built = start(case, topology)
+    with plugin(built):
+        load(built, folder, format)
+    save(built, folder, format)
 
 
 def _loads_muon(*of_run: Any) -> list[str]:
@@ -147,7 +187,7 @@ def _damaged(value: Any) -> str:
     take_step(built, 0)
     before = _numbers(built)
     state = built.optimizer.state_dict()
-    state[HOME_STATE] = {**before, FC1: value}
+    state[of_rule(HOME_STATE, "normuon")] = {**before, FC1: value}
     text = error_of(lambda: built.optimizer.load_state_dict(state))
     assert _numbers(built) == before
     return text
@@ -167,8 +207,8 @@ LONG = torch.ones(8)
     ("saved", "text"),
     [
         ([1.0], "have no names"),
-        ({"a": LONG, "c": LONG}, "'c', which is no matrix of this run"),
-        ({"b": LONG}, "second moments of 1 matrices, and none of a"),
+        ({"a": LONG, "c": LONG}, "'c', which is no unit of this run. WAY OUT"),
+        ({"b": LONG}, "second moments of 1 units, and none of a. WAY OUT"),
         ({"a": "text"}, "and none of a"),
         ({"a": LONG[:4]}, r"float32 of shape \(4,\) in the checkpoint, .* \(8,\)"),
         ({"a": LONG.double()}, "is torch.float64 of shape"),
@@ -180,14 +220,14 @@ LONG = torch.ones(8)
 def test_numbers_that_are_none_are_refused(saved: Any, text: str) -> None:
     home = HomeState(MATRICES, 0, torch.device("cpu"))
     with pytest.raises(ValueError, match=text):
-        home.require_usable(saved)
+        home.require_usable(saved, "WAY OUT")
 
 
 def test_numbers_of_other_homes_are_wanted_of_a_whole_stage_alone() -> None:
     home = HomeState(MATRICES, 0, torch.device("cpu"))
-    home.require_usable({"a": LONG})
+    home.require_usable({"a": LONG}, "")
     with pytest.raises(ValueError, match="and none of b"):
-        home.require_usable({"a": LONG}, whole=True)
+        home.require_usable({"a": LONG}, "", whole=True)
 
 
 def _numbers_after(steps: int, planted: Any) -> Numbers:
