@@ -25,6 +25,7 @@ class RuleRow:
     location: str
     # scale modes that suit it; none: its updates have no scale
     scales: tuple[str, ...] = get_args(ScaleMode)
+    adapts: bool = False  # whether its updates are not scale · direction
     sums: bool = False  # whether it asks for sums over whole matrices
     shares: bool = True  # whether several homes may share a matrix, as strips
     # bytes of second moments: of an element of a shard, of a row or column at its home
@@ -85,6 +86,7 @@ RULES = {
         "megatron_muon.rules.adamuon:AdaMuon",
         moments=(4, 0),
         scales=("spectral",),
+        adapts=True,
         sums=True,
         settings=_MOMENTS,
         refuses={"full_period": "whose norms are of whole matrices"},
@@ -93,6 +95,7 @@ RULES = {
         "muon's step and decay, times the norm of the momentum over the root of a "
         "second moment of the gradient's norm (NAMO, arXiv 2602.17080)",
         "megatron_muon.rules.namo:Namo",
+        adapts=True,
         sums=True,
         settings=_MOMENTS,
         refuses={

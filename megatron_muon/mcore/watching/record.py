@@ -13,6 +13,7 @@ from typing import Any
 from megatron_muon.mcore.watching.rows import SUMS, Table
 
 FORMAT = 1
+_OF_UPDATES = ("update_rms", "cosine")
 Record = dict[str, Any]
 Numbers = Mapping[str, float]
 
@@ -61,6 +62,8 @@ def step_record(
         for row in table.names[kind]:
             elements = table.about[row]["elements"] if kind == "muon" else 0.0
             numbers = numbers_of(table.sums(totals, kind, row), elements)
+            for name in _OF_UPDATES if kind == "muon" and table.adapts else ():
+                numbers.pop(name, None)
             if numbers:
                 record.setdefault(kind, {})[row] = _all_short(numbers)
     for row, largest in zip(table.names["logits"], maxima, strict=True):

@@ -66,12 +66,13 @@ def muon_rows(
 
     ``promised_rms`` is the root mean square of an update per unit of lr if directions
     are orthogonal, in the mean of the row; the rule hyperball promises none, since no
-    radius is known yet.
+    radius is known yet, and rules that adapt a direction have no ``update_rms``.
     """
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         members[row_name(matrix.name)].append(matrix)
     rows: dict[str, dict[str, float]] = {}
+    rule = row_of(config.rule)
     for name, alike in sorted(members.items()):
         elements = sum(matrix.numel for matrix in alike)
         squares = sum(
@@ -79,16 +80,22 @@ def muon_rows(
             for matrix in alike
         )
         rows[name] = {"elements": elements, "matrices": len(alike)}
-        if row_of(config.rule).scales:
+        if rule.scales and not rule.adapts:
             rows[name]["promised_rms"] = math.sqrt(squares / elements)
     return rows
 
 
 class Table:
-    """The rows of all stages, and the place of each sum in the message."""
+    """The rows of all stages, and the place of each sum in the message.
 
-    def __init__(self, stages: Sequence[Mapping[str, Any]], ranks: int) -> None:
+    ``adapts``: the rule's updates are not the directions that are observed.
+    """
+
+    def __init__(
+        self, stages: Sequence[Mapping[str, Any]], ranks: int, *, adapts: bool
+    ) -> None:
         self.ranks = ranks
+        self.adapts = adapts
         self.names: dict[str, list[str]] = {}
         # the place of each sum in the message, by its kind, row and name
         self.places: dict[tuple[str, str, str], int] = {}

@@ -38,6 +38,7 @@ from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.rules import row_of
 from megatron_muon.version import __version__
 
 
@@ -74,7 +75,8 @@ class Watch:
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
         own = together(lambda: self._rows_of_stage(config), group, stage.device)
         ranks = collectives.all_gather_json(own, group)
-        self._table = Table(list(filter(None, ranks)), ranks=len(ranks))
+        adapts = row_of(config.rule).adapts
+        self._table = Table(list(filter(None, ranks)), len(ranks), adapts=adapts)
         writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         path = config.log_file
         self._lines = together(

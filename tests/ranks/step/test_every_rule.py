@@ -282,6 +282,21 @@ def test_a_record_has_updates_of_the_radii(tmp_path: Path) -> None:
             assert 0.5 < numbers["update_rms"] / numbers["weight_rms"] < 1.25
 
 
+@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo"])
+def test_a_record_has_updates_where_they_are_the_directions(
+    rule: str, tmp_path: Path
+) -> None:
+    case = replace(_by(rule, CASE), steps=2)
+    trained(watched(case, tmp_path / "lines"), Topology())
+    _, *steps = records(tmp_path / "lines")
+    for numbers in (row for record in steps for row in record["muon"].values()):
+        if rule == "normuon":
+            assert numbers["update_rms"] == pytest.approx(0.2, rel=1e-4)
+            assert numbers["cosine"] > 0
+        else:
+            assert numbers.keys().isdisjoint({"update_rms", "cosine"})
+
+
 def _error(case: Case, topology: Topology) -> str:
     built = start(case, topology)
     if case.seed == 0:
