@@ -32,6 +32,7 @@ from megatron_muon.orthogonalize.triton_operations import (
 )
 from megatron_muon.rules.muon import Foreach
 from megatron_muon.settings.config import named
+from megatron_muon.settings.rules import row_of
 
 T = TypeVar("T")
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
@@ -373,8 +374,9 @@ def trial(
 
     Gradients are in fp32 in the first and in bf16 in the second. Directions are in the
     dtype that travels in the first and in fp16 in the second, in which that of a slice
-    is not finite. The last results are those of ``normalization.trial``, for each of
-    its widths.
+    is not finite. Rules with a second moment of each element, whose directions are
+    fp32, have a third. The last results are those of ``normalization.trial``, for each
+    of its widths.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
@@ -384,10 +386,10 @@ def trial(
     sent = torch.zeros(sum(sizes), dtype=TORCH_DTYPE[numerics.travels], device=device)
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
-    for dtype, of_grads in (
-        (sent.dtype, torch.float32),
-        (torch.float16, torch.bfloat16),
-    ):
+    steps = [(sent.dtype, torch.float32), (torch.float16, torch.bfloat16)]
+    if row_of(numerics.config.rule).moments[0]:
+        steps.append((torch.float32, torch.float32))
+    for dtype, of_grads in steps:
         kind.advance_momentum(
             buffers,
             [grad.to(of_grads) for grad in grads],

@@ -10,12 +10,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
+from megatron_muon.rules.fused import trial
+from megatron_muon.rules.muon import Foreach
 from ranks.errors.test_half_done import check_half_step
 from ranks.results.test_nonfinite import FC1, _planted
 from support.checkpoints.saving import formats, load, save
@@ -196,6 +199,31 @@ def test_a_matrix_with_units_of_columns_stays_as_a_whole(
 def test_a_load_heals_half_a_step(rule: str, tmp_path: Path) -> None:
     case = _by(rule, _with(CASE, ("round_bytes", 1)))
     check_half_step(case, Topology(tp=2), "momentum", formats()[-1], tmp_path)
+
+
+def _dtypes(rule: str) -> list[set[torch.dtype]]:
+    """Of directions: in a step, and in the trial of kernels before the first one."""
+    built = start(Case(layers=1, weight_decay=0.0, muon=(("rule", rule),)), Topology())
+    numerics = built.optimizer.chained_optimizers[0].muon.numerics
+    found: list[set[torch.dtype]] = []
+    for act in (
+        lambda: take_step(built, 0),
+        lambda: trial(Foreach(), torch.device("cpu"), numerics),
+    ):
+        with (
+            mock.patch.object(Foreach, "apply_updates", autospec=True) as updates,
+            mock.patch.object(Foreach, "blend", autospec=True) as blends,
+        ):
+            act()
+        calls = updates.call_args_list + blends.call_args_list
+        found.append({one.dtype for call in calls for one in call.args[2]})
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_kernels_of_its_directions_are_tried_before_a_step(rule: str) -> None:
+    ((in_step, tried),) = run(_dtypes, 1, rule)
+    assert in_step and in_step <= tried
 
 
 def _loads_in_between() -> list[float]:
