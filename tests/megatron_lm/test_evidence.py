@@ -50,6 +50,7 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     finetuning = script("finetuning")
     report = recorded("finetuning.json")
     assert finetuning.table(report) in REPORT
+    assert script("rules").table(recorded("rules.json")) in REPORT
     page = (ROOT / "docs" / "finetuning.md").read_text()
     assert finetuning.rates_table(report, "adam") in page
     stress = script("stress")
