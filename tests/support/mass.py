@@ -94,7 +94,7 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
         "for good": {"statements": 4_900, "tokens": 63_000, "two_for": 15, "dense": 8},
     },
     "tests": {
-        "meanwhile": {"statements": 19_700, "tokens": 300_000, "packed": 20},
+        "meanwhile": {"statements": 19_700, "tokens": 302_000, "packed": 20},
         "redesign": {
             "statements": 18_200,
             "tokens": 282_000,
