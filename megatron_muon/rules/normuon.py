@@ -13,7 +13,9 @@ orthogonal matrix again::
 So the root mean square of an update is exactly what Muon's scale promises. v starts at
 zero without a correction, since a factor of v changes nothing.
 
-The paper has v of rows, also where they are the short side; orthogonal rows all have
+The paper and its code
+(https://github.com/zichongli5/NorMuon/blob/e5aaaf42fac9f466b973d6cad3dea033cdf4e370/normuon.py)
+have v of rows, also where they are the short side; orthogonal rows all have
 the same norm. Here the long side has it, as in Emerging-Optimizers' ``AdaptiveMuon``
 and in the record of modded-nanogpt; so a weight's transpose is updated alike.
 """
