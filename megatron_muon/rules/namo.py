@@ -11,9 +11,10 @@ of steps, and v a number of the unit::
 (1 - μ)·U is the paper's momentum, a mean, which has no Nesterov's form (``nesterov``
 off); with it, μᵗ is μᵗ⁺¹. The authors' code
 (https://github.com/minxin-zhg/namo/blob/344d11f983f851893c3af3a8588fce6ba24dd80b/src/namo.py)
-keeps μᵗ there, and has β2 = 0.99. α is 1 where gradients are alike, and less where they are noisy; an update has α times
-the root mean square that Muon's scale promises. t of the momentum is Adam's number of
-steps; that of v counts the steps with v, which may start later.
+keeps μᵗ there, and has β2 = 0.99. α is 1 where gradients are alike, and less where they
+are noisy; an update has α times the root mean square that Muon's scale promises. t of
+the momentum is Adam's number of steps; that of v counts the steps with v, which may
+start later.
 
 Both norms are sums over the slices of a matrix, of which each rank knows all.
 """
