@@ -48,6 +48,7 @@ ROWS: tuple[Row, ...] = (
         optimizer_cpu_offload="whether the inner optimizer is the hybrid one",
         optimizer_offload_fraction="the part of state that is on the host",
         exp_avg_dtype="the momentum's dtype",
+        exp_avg_sq_dtype="the dtype of second moments",
     ),
     *_CONFIG.has(
         since=14,
