@@ -102,7 +102,8 @@ def disable() -> None:
 def _apply() -> None:
     for replace in BEFORE_MEGATRON:
         replace(_patches)
-    # no GPU has them to offer, so the advice would be misleading, also later
+    # Without a GPU nobody can follow this advice. It is silenced for the process: it
+    # may be given again after ``disable``.
     for message in _KNOWN_FALLBACKS:
         warnings.filterwarnings("ignore", message=message)
     for name in _IMPORTED_LATER:

@@ -31,7 +31,11 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
-from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.newton_schulz import (
+    at_once_on,
+    by_rows,
+    orthogonalize_staged,
+)
 from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
@@ -39,6 +43,7 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable, Stack
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
@@ -204,12 +209,7 @@ class MuonRound(RoundRule):
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         """W ← (1 - lr·λ)·W - lr·scale·X on each shard: see ``RoundRule``."""
-        factors: list[float] = []  # lr·scale of each slice
-        decays: list[float] = []  # lr·λ of each slice
-        scales = iter(self._scales)
-        for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
-            factors += [each.lr * next(scales) for _ in sizes]
-            decays += [each.lr * each.weight_decay] * len(sizes)
+        factors, decays = self._factors_and_decays(shards)
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
         cautious = self._numerics.config.cautious_decay
@@ -218,6 +218,18 @@ class MuonRound(RoundRule):
         )
         for each, param in zip(shards, params, strict=True):
             each.put(MAIN_KEY, param)
+
+    def _factors_and_decays(
+        self, shards: Sequence[Shard]
+    ) -> tuple[list[float], list[float]]:
+        """lr·scale and lr·λ of each slice."""
+        factors: list[float] = []
+        decays: list[float] = []
+        scales = iter(self._scales)
+        for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
+            factors += [each.lr * next(scales) for _ in sizes]
+            decays += [each.lr * each.weight_decay] * len(sizes)
+        return factors, decays
 
     def _orthogonalize_stack(
         self, stack: Stack, elements: Tensor, moves: Tensor, soundness: Soundness
@@ -234,7 +246,6 @@ class MuonRound(RoundRule):
         numerics = self._of_stack[stack.matrices]
         count = len(stack.matrices)
         most = at_once_on(elements.device, numerics, *layout.unit, self._muon.scratch)
-        of_unit = (1, 2, 4) if layout.units > 1 else (1, 2, 3, 4)
         for at in range(0, count, most):
             batch = min(most, count - at)
             start = stack.start + at * layout.numel
@@ -242,10 +253,9 @@ class MuonRound(RoundRule):
             self._orthogonalize_batch(stack, staged, moves[at : at + batch], soundness)
             if self._normalizes(stack):
                 directions = staged.view(TORCH_DTYPE[numerics.dtype])
-                columns = layout.column_blocks, -1
-                cut = directions.view(batch, layout.column_parts, layout.rows, *columns)
-                squares = _squares(cut, of_unit)
-                cut.mul_(_factor_to_norm(squares, min(layout.unit)))
+                for unit in units_of(directions, layout):
+                    squares = _squares(unit, tuple(range(1, unit.dim())))
+                    unit.mul_(_factor_to_norm(squares, min(layout.unit)))
 
     def _orthogonalize_batch(
         self, stack: Stack, staged: Tensor, moves: Tensor, soundness: Soundness
@@ -322,6 +332,20 @@ class MuonRound(RoundRule):
     def _normalizes(self, stack: Stack) -> bool:
         """Whether directions get the norm of an orthogonal matrix (eq. 6)."""
         return self._muon.configs[stack.matrices[0]].scale_mode == "update_norm"
+
+
+def units_of(staged: Tensor, layout: Matrix) -> Sequence[Tensor]:
+    """The units of matrices in staging order, each unit a view ``(k, rows, ...)``.
+
+    The dims behind the rows are the columns, in the order of the whole weight.
+
+    Args:
+        staged: ``(k·rows·cols,)``, k matrices one after another.
+        layout: that of each of them.
+    """
+    parts = layout.column_parts, layout.column_blocks
+    whole = by_rows(staged, layout.rows, layout.cols, *parts)
+    return whole.unbind(2) if layout.units > 1 else [whole]
 
 
 def _squares(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:

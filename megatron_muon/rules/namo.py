@@ -76,10 +76,12 @@ class NamoRound(UnitRound):
     ) -> None:
         super().__init__(rule, table, sharers)
         self._rule = rule
-        # of each slice, from before_gather to after_scatter: α of its units, and what
-        # their numbers become
-        self._alphas: list[Tensor] = []
-        self._after: list[Tensor] = []
+        rows = [rule.home_state.row_of[matrix] for matrix in table.matrices]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=rule.device)
+        # from before_gather to after_scatter: α of each slice's units, ``(slices,
+        # units)``, and what v and 1 - β2ᵗ become, ``(slices, units, 2)``
+        self._alphas = torch.empty(0)
+        self._after = torch.empty(0)
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
         """G² and U² of each slice by unit, ``(slices, 2 · units)`` fp32."""
@@ -116,47 +118,40 @@ class NamoRound(UnitRound):
         """
         super().before_gather(shards, into, moves, sums)
         assert sums is not None
-        self._alphas = []  # a step that failed may have left some
-        self._after = []
+        if not self._table.matrices:
+            return
         config = self._numerics.config
-        for number, (row, mu) in enumerate(zip(sums, self._mus(), strict=True)):
-            matrix = self._units.matrices[number]
-            grads, useds = row.view(2, -1)[:, : matrix.units]
-            moves = row.isfinite().all() & (grads > 0)
-            before = self._rule.home_state.of(self._table.matrices[number])
-            news = torch.stack([grads, torch.ones_like(grads)], dim=1)
-            after = before.lerp(news, 1.0 - config.moment2_beta2)
-            after = after.where(moves[:, None], before)
-            v, corrects = after.unbind(1)
-            # the weights of all gradients in U add up to this
-            weight = 1.0 - mu ** (self._rule.steps + config.nesterov)
-            alpha = corrects.sqrt() * useds.sqrt() / (v.sqrt() + config.moment2_eps)
-            self._alphas.append(alpha.where(moves, 0.0).mul_((1.0 - mu) / weight))
-            self._after.append(after)
+        grads, useds = sums.view(len(sums), 2, -1).unbind(1)
+        acts = sums.isfinite().all(dim=1, keepdim=True) & (grads > 0)
+        before = self._rule.home_state.rows.index_select(0, self._rows)
+        news = torch.stack([grads, torch.ones_like(grads)], dim=2)
+        # two products, not lerp, whose bits may depend on a number's place
+        after = before * config.moment2_beta2 + news * (1.0 - config.moment2_beta2)
+        self._after = after.where(acts[..., None], before)
+        v, corrects = self._after.unbind(2)
+        self._alphas = corrects.sqrt() * useds.sqrt() / (v.sqrt() + config.moment2_eps)
+        self._alphas = self._alphas.where(acts, 0.0)
+        # the weights of all gradients in U add up to 1 - μᵗ over 1 - μ
+        steps = self._rule.steps + config.nesterov
+        means = [(1.0 - mu) / (1.0 - mu**steps) for mu in self._mus()]
+        torch._foreach_mul_(list(self._alphas.unbind()), means)
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         """Keep v, and update the shards by the formula above."""
-        alphas, after = self._alphas, self._after
         if not results:
             return
-        scales = iter(self._scales)
-        factors: list[Tensor] = []
-        keeps: list[Tensor] = []
-        numbers = iter(range(len(results)))
-        for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
-            for _ in sizes:
-                number = next(numbers)
-                is_sound = results[number][0].isfinite()
-                state = self._rule.home_state.of(self._table.matrices[number])
-                state.copy_(after[number].where(is_sound, state))
-                alpha = alphas[number].where(is_sound, 0.0)
-                padded = alpha.new_zeros(self._units.most)
-                padded[: len(alpha)] = alpha
-                factors.append(padded * (each.lr * next(scales)))
-                keeps.append(1.0 - padded * (each.lr * each.weight_decay))
+        state = self._rule.home_state.rows
+        marks = torch.stack([result[0] for result in results])
+        is_sound = marks.isfinite()[:, None]
+        before = state.index_select(0, self._rows)
+        state.index_copy_(0, self._rows, self._after.where(is_sound[..., None], before))
+        alphas = list(self._alphas.where(is_sound, 0.0).unbind())
+        factors, decays = self._factors_and_decays(shards)
+        factor = torch.stack(list(torch._foreach_mul(alphas, factors)))
+        keep = 1.0 - torch.stack(list(torch._foreach_mul(alphas, decays)))
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
-        self._blend(slices, results, torch.stack(keeps), torch.stack(factors))
+        self._blend(slices, results, keep, factor)
         for each, param in zip(shards, params, strict=True):
             each.put(MAIN_KEY, param)
 

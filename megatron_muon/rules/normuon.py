@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.planning.rounds.table import RoundTable, Stack
-from megatron_muon.rules.muon import Muon, MuonRound
+from megatron_muon.rules.muon import Muon, MuonRound, units_of
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.home_state import HomeState
 
@@ -77,20 +77,13 @@ class NorMuonRound(MuonRound):
         super()._orthogonalize_stack(stack, elements, moves, soundness)
         lines = torch.cat(soundness.lines[known:])
         layout = stack.layout
-        blocks = layout.column_blocks
-        width = layout.cols // (layout.column_parts * blocks)
-        directions = elements.view(TORCH_DTYPE[self._numerics.dtype])
-        start = stack.start
-        for index, line in zip(stack.matrices, lines, strict=True):
-            cut = directions[start : start + layout.numel].view(
-                layout.column_parts, layout.rows, blocks, width
-            )
-            # columns in the order of the whole weight
-            whole = cut.permute(1, 2, 0, 3)
-            units = whole.unbind(1) if layout.units > 1 else [whole]
+        stop = stack.start + len(stack.matrices) * layout.numel
+        staged = elements[stack.start : stop]
+        directions = staged.view(TORCH_DTYPE[self._numerics.dtype])
+        of_matrices = zip(*units_of(directions, layout), strict=True)
+        for index, line, units in zip(stack.matrices, lines, of_matrices, strict=True):
             for unit, moment in zip(units, self._moments.of(index), strict=True):
                 self._normalize([unit], [moment], layout.unit, line)
-            start += layout.numel
 
     def _orthogonalize_shared(
         self,

@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
-from megatron_muon.orthogonalize.newton_schulz import by_rows
 from megatron_muon.orthogonalize.normalization import Soundness, largest_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.block_steps import in_tp_slices
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.rounds.table import Stack
-from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound
+from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound, units_of
 from megatron_muon.runtime.rule import Rule
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
@@ -79,15 +78,9 @@ class OwnRound(MuonRound):
         """See ``MuonRound``. A matrix that is not finite, or has no gradient, reaches
         the function as zero.
         """
-        layout = stack.layout
-        blocks = layout.rows, layout.cols, layout.column_parts, layout.column_blocks
         out = staged.view(TORCH_DTYPE[self._numerics.dtype])
-        # of each unit (k, rows, ...), the dims behind being its columns
-        sources: Sequence[Tensor] = [by_rows(staged, *blocks)]
-        targets: Sequence[Tensor] = [by_rows(out, *blocks)]
-        if layout.units > 1:
-            sources = sources[0].unbind(2)
-            targets = targets[0].unbind(2)
+        sources = units_of(staged, stack.layout)
+        targets = units_of(out, stack.layout)
         units = Soundness()
         for source, target in zip(sources, targets, strict=True):
             matrices = source.flatten(2).to(torch.float32, copy=True)

@@ -166,26 +166,37 @@ class SliceState(HomeState):
         rank: of the stage.
         length: numbers of a unit.
         device: of the main parameters.
+
+    Attributes:
+        rows: ``(matrices with a slice here, units, length)``; of a matrix with fewer
+            units than another the last ones are zero.
+        row_of: the row of each of these matrices, by its index in the plan.
     """
 
     def __init__(
         self, plan: ExchangePlan, rank: int, length: int, device: torch.device
     ) -> None:
         self._matrices, self._device = plan.matrices, device
-        self._at = {}
         self._lengths = {}
         self._silent = set()
         known: set[str] = set()
+        row_of: dict[int, int] = {}
         for one in plan.slices:
             matrix = plan.matrices[one.matrix]
             self._lengths |= dict.fromkeys(matrix.unit_names, length)
             is_first = matrix.whole_name not in known
             known.add(matrix.whole_name)
-            if one.rank == rank and one.matrix not in self._at:
-                shape = matrix.units, length
-                self._at[one.matrix] = torch.zeros(shape, device=device)
+            if one.rank == rank and one.matrix not in row_of:
+                row_of[one.matrix] = len(row_of)
                 if not is_first:
                     self._silent.add(one.matrix)
+        most = max((matrix.units for matrix in plan.matrices), default=1)
+        self.rows = torch.zeros(len(row_of), most, length, device=device)
+        self.row_of = row_of
+        self._at = {
+            index: self.rows[row, : plan.matrices[index].units]
+            for index, row in row_of.items()
+        }
 
     def _number(self, index: int) -> int:
         return int(index in self._silent)

@@ -235,7 +235,7 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             ValueError: as for settings of a run.
         """
         given = {name: getattr(self, name) for name in self.given - {"by_pattern"}}
-        # not by ``given``, which a copy by ``replace`` has them in
+        # ``replace`` passes every field on, so steps in ``given`` may be a default
         if self.ns_steps == default_steps(self.ns_coefficients):
             given.pop("ns_steps", None)
         return MuonConfig(**{**given, **fields_of(settings)})

@@ -110,7 +110,7 @@ def canonical_texts(given: ByPattern) -> tuple[str, ...]:
     """The same as texts, with numbers and keys written in one way.
 
     Raises:
-        TypeError, ValueError: a pattern has none, or its settings cannot be.
+        TypeError, ValueError: a pattern without settings, or settings that cannot be.
     """
     texts = []
     for pattern, text in pairs_of(given):

@@ -126,7 +126,7 @@ class OwnRule:
 
     Attributes:
         direction: takes matrices of one shape, ``(b, rows, cols)`` fp32, and returns
-            theirs directions of the same shape and dtype, each a function of its matrix
+            their directions, of the same shape and dtype, each a function of its matrix
             alone. It may overwrite what it takes. How many matrices come together
             depends on the layout. Or it is a class, a ``runtime.rule.Rule`` with the
             arguments of ``rules.muon.Muon``.

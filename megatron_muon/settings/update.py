@@ -43,7 +43,7 @@ _SET = kinds.Kind(
 )
 _STEPS = f"The default is {DEFAULT_STEPS}, and with deepseekv4 the 10 that it has."
 _FACTORS = kinds.pairs("factor", kinds.MULTIPLIER)
-_MOMENTUM = kinds.number("in [0, 1)", lambda value: 0 <= value < 1)
+_BELOW_ONE = kinds.number("in [0, 1)", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class UpdateSettings:
         "--muon-moment2-beta2",
         "With a rule that has second moments, beta2 in v <- beta2 v + (1 - beta2) X^2, "
         "at least 0 and below 1.",
-        kinds.number("in [0, 1)", lambda value: 0 <= value < 1),
+        _BELOW_ONE,
     )
     moment2_eps: float = row(
         1e-8,
@@ -138,7 +138,7 @@ class UpdateSettings:
         0.95,
         "--muon-momentum",
         f"mu in M <- mu M + G ({PAPER}, eq. 1), at least 0 and below 1.",
-        _MOMENTUM,
+        _BELOW_ONE,
         source=UPSTREAM,
         without="The default is 0.95 (Megatron's own Muon: 0.9).",
     )
@@ -154,7 +154,7 @@ class UpdateSettings:
         0.85,
         "--muon-momentum-start",
         "mu of the first step of --muon-momentum-warmup, at most --muon-momentum.",
-        _MOMENTUM,
+        _BELOW_ONE,
     )
     momentum_dtype: MomentumDtype = row(
         "fp32",

@@ -190,8 +190,7 @@ def _matrices(
 
 
 def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
-    has_scale = row_of(config.rule).scales
-    if not has_scale:
+    if not row_of(config.rule).scales:
         return None
     return update_scale(*matrix.whole, config.where(matrix.own))
 

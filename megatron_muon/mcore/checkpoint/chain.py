@@ -56,9 +56,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     for state, too.
 
     All ranks that have an optimizer which is no stub call the methods together, except
-    ``state_dict``.
-    They raise on all those ranks: this rank's error, or a RuntimeError that quotes
-    another's.
+    ``state_dict``. They raise on all those ranks: this rank's error, or a RuntimeError
+    that quotes another's.
     """
 
     chained_optimizers: list[Any]

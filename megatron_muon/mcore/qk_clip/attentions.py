@@ -1,4 +1,4 @@
-"""The attentions that a run watches, and the weights of theirs that a clip scales."""
+"""The attentions that a run watches, and which of their weights a clip scales."""
 
 from __future__ import annotations
 

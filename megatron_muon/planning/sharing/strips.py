@@ -359,9 +359,9 @@ def choose_counts(
             for count in (1, *known)
         ]
         for ways in (
-            zip(steps, strict=True),
+            itertools.combinations(steps, 1),
             itertools.combinations(steps, 2),
-            zip(apart, strict=True),
+            itertools.combinations(apart, 1),
         ):
             tried = [{**counts, **dict(way)} for way in ways]
             times = [(time_of(each), at) for at, each in enumerate(tried)]

@@ -71,7 +71,7 @@ def _loads(*of_run: Any) -> Numbers:
 
 RESHARDS = [
     (NAMO, Topology(tp=2, dp=2), WHOLE_WEIGHTS, NAMO, Topology(pp=2, dp=2)),
-    (SHARED, Topology(tp=2, dp=2), WHOLE_WEIGHTS, replace(SHARED), Topology(pp=2)),
+    (SHARED, Topology(tp=2, dp=2), WHOLE_WEIGHTS, SHARED, Topology(pp=2)),
     (COLUMNS, Topology(), WHOLE_WEIGHTS, COLUMNS, Topology(tp=2)),
     (MOE, Topology(dp=2, ep=2), WHOLE_WEIGHTS, MOE, Topology(dp=4, ep=4)),
     (CASE, Topology(tp=2), WHOLE_WEIGHTS, SHARED, Topology(dp=4, instances=2)),
