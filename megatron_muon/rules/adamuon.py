@@ -88,16 +88,20 @@ class AdaMuonRound(UnitRound):
     def numbers_after(self, shards: Sequence[Shard]) -> Tensor:
         """Y² of each slice by unit, ``(slices, units)`` fp32."""
         moments = cut_into_slices(self._moments, self._table)
-        rows: list[Tensor] = []
-        for number, (x, moment) in enumerate(
-            zip(self._directions, moments, strict=True)
-        ):
-            after = moment.lerp(x.square(), 1.0 - self._beta2)
-            adapted = x / after.sqrt_().add_(self._eps)
-            rows.append(self._units.sums(number, adapted.square_()))
+        rows = [
+            self._units.sums(number, self._squares(x, moment))
+            for number, (x, moment) in enumerate(
+                zip(self._directions, moments, strict=True)
+            )
+        ]
         if not rows:
             return torch.zeros(0, self._units.most, device=self._device)
         return torch.stack(rows)
+
+    def _squares(self, x: Tensor, moment: Tensor) -> Tensor:
+        """Y² of each element; the moment stays."""
+        after = moment.lerp(x.square(), 1.0 - self._beta2)
+        return (x / after.sqrt_().add_(self._eps)).square_()
 
     def finish(self, shards: Sequence[Shard], sums: Tensor) -> None:
         """Advance the second moments, and update the shards by the formula above.

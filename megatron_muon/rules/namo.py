@@ -95,15 +95,19 @@ class NamoRound(UnitRound):
             strict=True,
         )
         for number, (momentum, grad, mu) in enumerate(of_slices):
-            grad = grad.float()
-            used = torch.add(grad, momentum, alpha=mu)
-            if self._numerics.config.nesterov:
-                used.mul_(mu).add_(grad)
-            rows.append(self._units.sums(number, grad.square()))
-            rows.append(self._units.sums(number, used.square_()))
+            rows.append(self._units.sums(number, grad.float().square()))
+            rows.append(self._units.sums(number, self._squares(momentum, grad, mu)))
         if not rows:
             return torch.zeros(0, 2 * self._units.most, device=self._device)
         return torch.stack(rows).view(-1, 2 * self._units.most)
+
+    def _squares(self, momentum: Tensor, grad: Tensor, mu: float) -> Tensor:
+        """U² of each element; the momentum stays."""
+        grad = grad.float()
+        used = torch.add(grad, momentum, alpha=mu)
+        if self._numerics.config.nesterov:
+            used.mul_(mu).add_(grad)
+        return used.square_()
 
     def before_gather(
         self,

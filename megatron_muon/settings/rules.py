@@ -26,7 +26,6 @@ class RuleRow:
     # scale modes that suit it; none: its updates have no scale
     scales: tuple[str, ...] = get_args(ScaleMode)
     adapts: bool = False  # whether its updates are not scale · direction
-    sums: bool = False  # whether it asks for sums over whole matrices
     shares: bool = True  # whether several homes may share a matrix, as strips
     # bytes of second moments: of an element of a shard, of a row or column at its home
     moments: tuple[int, int] = (0, 0)
@@ -59,7 +58,6 @@ RULES = {
         "without weight decay and without a scale (MuonH, arXiv 2606.16899)",
         "megatron_muon.rules.hyperball:Hyperball",
         scales=(),
-        sums=True,
         settings=("radii",),
         refuses={
             **dict.fromkeys(
@@ -87,7 +85,6 @@ RULES = {
         moments=(4, 0),
         scales=("spectral",),
         adapts=True,
-        sums=True,
         settings=_MOMENTS,
         refuses={"full_period": "whose norms are of whole matrices"},
     ),
@@ -96,7 +93,6 @@ RULES = {
         "second moment of the gradient's norm (NAMO, arXiv 2602.17080)",
         "megatron_muon.rules.namo:Namo",
         adapts=True,
-        sums=True,
         settings=_MOMENTS,
         refuses={
             "full_period": "whose norms are of whole matrices",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,23 @@ def test_second_moments_at_homes_cost_their_launches_and_bytes() -> None:
     more = recorded[1] - recorded[0]
     assert 0 <= priced[1].launches - priced[0].launches - more <= 4 * units
     assert priced[1].phases["newton_schulz"] > priced[0].phases["newton_schulz"]
+
+
+@pytest.mark.parametrize("rule", ["hyperball", "adamuon", "namo"])
+@pytest.mark.parametrize(("tp", "dp"), SIZES)
+def test_sums_over_matrices_cost_their_launches_and_memory(
+    rule: str, tp: int, dp: int
+) -> None:
+    """Launches go by slices, of which a piece has many here."""
+    config = replace(CONFIG, rule=rule)
+    plan = small_plan(config, tp, dp, hidden=512, ffn=1280)
+    slices = Counter(one.rank for one in plan.slices)
+    busiest = max(slices, key=lambda rank: slices[rank])
+    recorded = record_step(plan, busiest, config, steps=2).launches
+    rest = (0,) * plan.size
+    priced = price_step([Optimizer(plan, rest)], config, H100)
+    assert priced.launches == pytest.approx(recorded, rel=0.1)
+    _check_peaks(plan, config)
 
 
 def test_second_moments_are_in_the_memory_at_rest() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.lab.pricing import scratch
+from megatron_muon.lab.pricing import scratch, sums
 from megatron_muon.lab.pricing.work import (
     WIDE,
     Optimizer,
@@ -101,6 +101,8 @@ def _held(plans: Sequence[ExchangePlan]) -> list[list[int]]:
 class _Sizes:
     """Bytes of a rank's buffers in a round."""
 
+    numbers: int  # scratch memory of what a rule adds up before all else
+    travels: bool  # whether the rank sends or receives messages in the round
     kept: int  # pieces that are home already
     staged: int  # the matrices that are orthogonalized here
     in_place: bool  # what is kept lies in the staged buffer from the beginning
@@ -112,10 +114,6 @@ class _Sizes:
     # momentum, update: scratch memory of the elementwise work before and after it
     momentum: int
     update: int
-
-    @property
-    def travels(self) -> bool:
-        return bool(self.sent or self.received or self.out or self.back)
 
 
 def _sized(
@@ -143,6 +141,9 @@ def _of_round(
     out, back = _ends(work.scatter, plan.size)
     return [
         _Sizes(
+            numbers=sums.scratch_before(work.slices[rank], numerics),
+            travels=sums.asks(numerics)
+            or any((sent[rank], received[rank], out[rank], back[rank])),
             kept=(kept := work.kept[rank] * plan.itemsize),
             staged=kept + work.arriving[rank] * plan.itemsize,
             in_place=work.in_place(rank),
@@ -154,11 +155,18 @@ def _of_round(
             momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
             + work.held[rank] * _FP32 * (held.momentum < _FP32)
             + packs[rank],
-            update=scratch.of_update(work.held[rank], numerics)
+            update=_of_update(work, rank, numerics)
             + work.held[rank] * _FP32 * (held.main < _FP32),
         )
         for rank in range(plan.size)
     ]
+
+
+def _of_update(work: RoundWork, rank: int, numerics: Numerics) -> int:
+    of_rule = sums.scratch_after(work.slices[rank], numerics)
+    if of_rule is None:
+        return scratch.of_update(work.held[rank], numerics)
+    return of_rule
 
 
 def _ends(pairs: Pairs, size: int) -> tuple[list[int], list[int]]:
@@ -201,6 +209,7 @@ def _peak(optimizers: Sequence[Sequence[_Sizes]], events: Sequence[Event]) -> in
 
 
 def _start(sizes: _Sizes, live: _Live) -> None:
+    live.pass_through(sizes.numbers)
     live.take((sizes.staged if sizes.in_place else sizes.kept) + sizes.sent)
     live.pass_through(sizes.momentum)
     live.take(sizes.received)

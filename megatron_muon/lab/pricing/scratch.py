@@ -24,7 +24,6 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.int8_momentum import AT_ONCE
-from megatron_muon.settings.rules import row_of
 
 _FP32 = 4
 
@@ -89,8 +88,6 @@ def of_update(elements: int, numerics: Numerics) -> int:
     """Bytes of directions in fp32; a list's copies are there until the next list's are
     made.
     """
-    if row_of(numerics.config.rule).sums:  # directions in fp32, and products
-        return 2 * _FP32 * min(elements, ELEMENTS_AT_ONCE)
     if numerics.config.elementwise != "foreach" or numerics.travels == "fp32":
         return 0
     return _FP32 * min(elements, 2 * ELEMENTS_AT_ONCE)

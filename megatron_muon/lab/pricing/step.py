@@ -10,11 +10,12 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_muon.lab.pricing.hardware import MICRO, Hardware
+from megatron_muon.lab.pricing import sums
+from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import (
     Cost,
     batches,
@@ -65,10 +66,6 @@ _ADAMW = 16 + 12
 # quotient, a choice, a root, a cast, and that of the product.
 _TO_NORM = 8
 _TO_MOMENTS = 26  # of each unit with second moments at its home: test_pricing_counts
-# The rule hyperball first adds up W², W·D and D²: the direction to fp32, a norm of
-# each, a product, its sum. Launches of torch's operations as a virtual GPU counts them.
-_SUMS = (4 + 8 + 12 + 4, 4)  # bytes, operations
-_SUMS_OF_SLICE, _SUMS_OF_ROUND = 4, 14  # launches beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +165,7 @@ class _Steps:
 
     def _run(self, event: Event, work: RoundWork) -> None:
         streams, number = self._streams, event.round
-        ranks = work.ranks(event.travels)
+        ranks = work.ranks(event.travels, asks=sums.asks(self._numerics))
         match event.action:
             case "start":
                 streams.run(MOMENTUM, partial(self._momentum, work), ranks)
@@ -195,6 +192,7 @@ class _Steps:
             return Cost()
         nbytes, launches = _PACKED.get(self._config.momentum_dtype, (0, 0))
         packed = stream(self._hardware, elements * nbytes, launches * pieces)
+        packed += self._summed(sums.before_gather, work, rank)
         if self._fused:
             return packed + self._in_one(elements, *_FUSED_MOMENTUM)
         nbytes, operations = _MOMENTUM[self._config.nesterov]
@@ -206,9 +204,7 @@ class _Steps:
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:
         elements, pieces = work.held[rank], work.pieces[rank]
-        cost = Cost()
-        if row_of(self._config.rule).sums:
-            cost = self._summed(elements, pieces)
+        cost = self._summed(sums.after_scatter, work, rank)
         if self._fused:
             return cost + self._in_one(elements, *_FUSED_UPDATE)
         nbytes, operations = _UPDATE
@@ -216,18 +212,10 @@ class _Steps:
             self._hardware, elements, pieces, nbytes + self._itemsize, operations
         )
 
-    def _summed(self, elements: int, pieces: int) -> Cost:
-        """The cost of hyperball's sums by slice, and of their sum over the stage.
-
-        That takes a message up and one down a tree of the ranks; their bytes are few.
-        """
-        nbytes, operations = _SUMS
-        cost = foreach(
-            self._hardware, elements, pieces, nbytes + self._itemsize, operations
-        )
-        ranks = self._optimizer.plan.size
-        seconds = 2 * ranks.bit_length() * self._hardware.message_us * MICRO
-        return cost + Cost(seconds, _SUMS_OF_SLICE * pieces + _SUMS_OF_ROUND)
+    def _summed(self, cost_of: Callable[..., Cost], work: RoundWork, rank: int) -> Cost:
+        """The cost of the sums that a rule asks for at one of two points."""
+        size = self._optimizer.plan.size
+        return cost_of(self._hardware, work.slices[rank], size, self._numerics)
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
         """The cost of one kernel over a rank's elements, with what is beside it."""

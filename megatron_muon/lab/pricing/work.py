@@ -132,6 +132,7 @@ class RoundWork:
 
     held: list[int]  # held, pieces: elements and number of the rank's pieces
     pieces: list[int]
+    slices: list[list[int]]  # elements of each of the rank's slices
     # arriving, arrivals: elements and segments that the rank receives as a home
     arriving: list[int]
     arrivals: list[int]
@@ -149,17 +150,23 @@ class RoundWork:
     @classmethod
     def idle(cls, size: int) -> RoundWork:
         own = [[0] * size for _ in range(8)]
+        slices: list[list[int]] = [[] for _ in range(size)]
         layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
-        return cls(
-            own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], layouts
-        )
+        kept = own[4], own[5]
+        leaving = own[6], own[7]
+        return cls(own[0], own[1], slices, own[2], own[3], *kept, *leaving, layouts)
 
-    def ranks(self, travels: bool | None = None) -> list[int]:
-        """All ranks; or those that have a message in the round, or those without."""
+    def ranks(self, travels: bool | None = None, *, asks: bool = False) -> list[int]:
+        """All ranks; or those that have a message in the round, or those without.
+
+        Where a rule ``asks`` for sums, each has one.
+        """
         every = range(len(self.held))
         if travels is None:
             return list(every)
         ends = {rank for pair in (*self.gather, *self.scatter) for rank in pair}
+        if asks:
+            ends = set(every)
         return [rank for rank in every if (rank in ends) == travels]
 
     def in_place(self, rank: int) -> bool:
@@ -176,6 +183,7 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
         work, elements = round_of[segment.parameter], segment.elements.size
         rank, home = segment.rank, plan.matrices[segment.matrix].home
         work.held[rank] += elements
+        work.slices[rank].append(elements)
         if (segment.parameter, rank) not in pieces_seen:
             pieces_seen.add((segment.parameter, rank))
             work.pieces[rank] += 1
