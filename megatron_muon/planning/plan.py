@@ -223,7 +223,8 @@ def with_settings(
         for shape in parameter.matrices:
             part = parameter.part_of(shape)
             settings = settings_of(config.by_pattern, [parameter.name], part)
-            matrices.append(replace(shape, own=only(written(settings), OF_MATRICES)))
+            own = dict(settings.items() - {("rule", config.rule)})
+            matrices.append(replace(shape, own=only(written(own), OF_MATRICES)))
         made.append(replace(parameter, matrices=tuple(matrices)))
     return made
 

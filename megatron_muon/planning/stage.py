@@ -217,7 +217,8 @@ class Stage:
             own = numerics.where(shape.own)
             strip = strip_time(shape.strip, numel, grid.size, own, grid.neighbours)
             beside = self._flops_beside(strip) if shape.strip else 0
-            works.append(Work(flops, numel, by_rank, *strip, index, beside))
+            rule = own.config.rule
+            works.append(Work(flops, numel, by_rank, *strip, index, beside, rule))
         return works
 
     def _flops_beside(self, strip: StripTime) -> int:

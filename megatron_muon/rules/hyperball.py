@@ -53,11 +53,9 @@ class Hyperball(Muon):
 
     def __init__(self, *of_muon: Any) -> None:
         super().__init__(*of_muon)
-        self.matrices = self.plan.matrices
-        self.units = max((matrix.units for matrix in self.matrices), default=1)
-        self.radii = torch.full(
-            (len(self.matrices), self.units), torch.nan, device=self.device
-        )
+        matrices = self.plan.matrices
+        units = max((matrix.units for matrix in matrices), default=1)
+        self.radii = torch.full((len(matrices), units), torch.nan, device=self.device)
 
     @property
     def kind_of_round(self) -> type[HyperballRound]:
@@ -65,15 +63,14 @@ class Hyperball(Muon):
         return HyperballRound
 
     def set_radii(self, radii: Radii) -> None:
-        """Take each unit's radius, for all matrices of the plan."""
-        rows = []
-        self.scales = []
-        for matrix in self.matrices:
+        """Take each unit's radius, for all matrices that have this rule."""
+        values = torch.full(self.radii.shape, torch.nan)
+        for index in self.own_matrices:
+            matrix = self.plan.matrices[index]
             of_units = [radii[name] for name in matrix.unit_names]
             # what an orthogonal direction of full rank is multiplied by
-            self.scales.append(_root_mean(of_units) / math.sqrt(min(matrix.whole)))
-            rows.append(of_units + [torch.nan] * (self.units - len(of_units)))
-        values = torch.tensor(rows, dtype=torch.float32).view(self.radii.shape)
+            self.scales[index] = _root_mean(of_units) / math.sqrt(min(matrix.whole))
+            values[index, : len(of_units)] = torch.tensor(of_units)
         self.radii.copy_(values)
 
 
@@ -172,20 +169,14 @@ def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii
 
     Every rank of the stage calls it; the host waits for the device in each round.
     """
-    rule = engine.rule
-    assert isinstance(rule, Hyperball)
     found: Radii = {}
-
-    def squares(number: int, shards: Sequence[Shard]) -> Tensor:
-        round = engine.rounds[number].rule
-        assert isinstance(round, HyperballRound)
-        return round.squares(shards)
-
-    for number, sums in engine.over_matrices(groups, states, squares):
+    kind, squares = HyperballRound, HyperballRound.squares
+    for round, sums in engine.over_matrices(groups, states, kind, squares):
         norms = sums.sqrt().tolist()
-        for matrix, of_units in zip(engine.rounds[number].matrices, norms, strict=True):
+        for index, of_units in zip(round.matrices, norms, strict=True):
             # of fewer units, the last ones are padding
-            found |= zip(rule.matrices[matrix].unit_names, of_units, strict=False)
+            names = engine.plan.matrices[index].unit_names
+            found |= zip(names, of_units, strict=False)
     return found
 
 

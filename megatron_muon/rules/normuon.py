@@ -48,8 +48,9 @@ class NorMuon(Muon):
 
     def __init__(self, *of_muon: Any) -> None:
         super().__init__(*of_muon)
-        matrices = self.plan.matrices
-        self.home_state: HomeState = HomeState(matrices, self.own.rank, self.device)
+        self.home_state: HomeState = HomeState(
+            self.plan.matrices, self.own_matrices, self.own.rank, self.device
+        )
 
     @property
     def kind_of_round(self) -> type[NorMuonRound]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sums import SliceSums
 from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Round
-from megatron_muon.runtime.rule import Observer, Rule, Shard, Shards
+from megatron_muon.runtime.rule import Observer, RoundRule, Rule, Shard, Shards
 from megatron_muon.runtime.states import MAIN_KEY, States
 from megatron_muon.runtime.tracing import Phase
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # an engine takes any plan, whatever has made it
     from megatron_muon.planning.plan import ExchangePlan
 
 ParamGroups = Sequence[Mapping[str, Any]]
+AnyRule = TypeVar("AnyRule", bound=RoundRule)
 
 HALF_STEPPED = (
     "a step of the optimizer ended in an error when it had changed momentum or "
@@ -44,7 +45,8 @@ class Engine:
     Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
-        rule: what is done to the matrices.
+        rule: what is done to the matrices; a round may have another one (``rule_of``),
+            which keeps the same states of shards.
         plan, own: the stage's exchange plan, and this rank's part of it.
         exchange: moves this rank's slices and results.
         main_params: for each parameter of the plan that has a shard here, the
@@ -86,9 +88,12 @@ class Engine:
         self.main_params = dict(main_params)
         self.rounds: list[Round] = []
         names: list[str] = []
+        self._rules: set[Rule] = set()
         for number, one in enumerate(exchange.rounds):
+            rule = self.rule_of(number)
             sums = SliceSums(plan, number, own.rank, exchange) if rule.asks else None
             round = Round(one, rule, phase, sums)
+            self._rules.add(rule)
             self.rounds.append(round)
             names += [plan.matrices[index].whole_name for index in round.homes]
         self.nonfinite = Nonfinite(names, exchange.device)
@@ -106,6 +111,10 @@ class Engine:
         """The states of a shard that the rule keeps, by name."""
         return tuple(dict.fromkeys(self.rule.states_before + self.rule.states_after))
 
+    def rule_of(self, round: int) -> Rule:
+        """What is done to the matrices of a round."""
+        return self.rule
+
     def owns(self, shard: Tensor) -> bool:
         """True if the rule, not AdamW, updates this main parameter."""
         return id(shard) in self._parameter_of
@@ -122,23 +131,26 @@ class Engine:
         self,
         groups: ParamGroups,
         states: States,
-        numbers: Callable[[int, Sequence[Shard]], Tensor],
-    ) -> Iterator[tuple[int, Tensor]]:
+        kind: type[AnyRule],
+        numbers: Callable[[AnyRule, Sequence[Shard]], Tensor],
+    ) -> Iterator[tuple[Round, Tensor]]:
         """Sum numbers of the main parameters over matrices, outside a step.
 
         Args:
             groups, states: as of ``step``.
-            numbers: of a round, by its number, the numbers of its slices here.
+            kind: of the rounds' rules; other rounds are left out.
+            numbers: of a round, the numbers of its slices here.
 
         Yields:
-            The number of each round, and its slices' sums (``SliceSums``).
+            Each round, and its slices' sums (``SliceSums``).
         """
         self._states = states
         shards = dict(self._shards(groups, states))
         for number, round in enumerate(self.rounds):
-            with self._visiting(number, (MAIN_KEY,)):
-                own = numbers(number, round.here(shards))
-            yield number, round.over_matrices(own)
+            if isinstance(round.rule, kind):
+                with self._visiting(number, (MAIN_KEY,)):
+                    own = numbers(round.rule, round.here(shards))
+                yield round, round.over_matrices(own)
 
     @torch.no_grad()
     def start(self, groups: ParamGroups, states: States) -> None:
@@ -153,8 +165,9 @@ class Engine:
         self.meter.start_step()
         self._states = states
         states.begin()
-        if self.rule.counts_steps:
-            self.rule.start_step(states.steps())
+        for rule in self._rules:
+            if rule.counts_steps:
+                rule.start_step(states.steps())
         self._started = dict(self._shards(groups, states))
         self._start_ahead(0, self._started)
 

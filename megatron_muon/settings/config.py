@@ -26,7 +26,7 @@ from megatron_muon.settings.patterns import (
     read,
 )
 from megatron_muon.settings.rows import rows_of
-from megatron_muon.settings.rules import RULES, row_of
+from megatron_muon.settings.rules import OF_RULES, RULES, row_of
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
@@ -234,11 +234,21 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         Raises:
             ValueError: as for settings of a run.
         """
+        own = fields_of(settings)
         given = {name: getattr(self, name) for name in self.given - {"by_pattern"}}
+        for name in OF_RULES - {*row_of(own.get("rule", self.rule)).settings}:
+            given.pop(name, None)
         # ``replace`` passes every field on, so steps in ``given`` may be a default
         if self.ns_steps == default_steps(self.ns_coefficients):
             given.pop("ns_steps", None)
-        return MuonConfig(**{**given, **fields_of(settings)})
+        return MuonConfig(**{**given, **own})
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules that its matrices may have, that of the run first."""
+        own = [read(settings) for _, settings in pairs_of(self.by_pattern)]
+        by_pattern = [each["rule"] for each in own if "rule" in each]
+        return list(dict.fromkeys([self.rule, *by_pattern]))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -319,7 +329,7 @@ def _require_rule(config: MuonConfig) -> None:
         if getattr(config, name) == setting.default:
             continue
         rules = [rule for rule, one in RULES.items() if name in one.settings]
-        if rules and config.rule not in rules:
+        if rules and not {*rules}.intersection(config.rules):
             raise ValueError(
                 f"{named(name)} is of {named('rule')} {' or '.join(rules)}, and the "
                 f"rule is {config.rule}: give such a rule, or leave it out"
@@ -335,12 +345,12 @@ def _require_pattern(config: MuonConfig, text: str) -> None:
     """Settings by pattern must be possible beside those of the run."""
     ((_, settings),) = pairs_of((text,))
     rule = read(settings).get("rule", config.rule)
-    if rule != config.rule:
-        raise NotImplementedError(
-            f"{named('by_pattern')} {text}: all matrices of a run have one rule, and "
-            f"{named('rule')} is {config.rule}: leave rule out, or give "
-            f"{named('muon_exclude')} for matrices that AdamW may update"
-        )
+    for name in {rule, config.rule} if rule != config.rule else ():
+        if not row_of(name).mixes:
+            raise NotImplementedError(
+                f"{named('by_pattern')} {text}: the rule {name} is that of all "
+                f"matrices of a run, or of none, and {named('rule')} is {config.rule}"
+            )
     try:
         config.where(settings)
     except ValueError as error:

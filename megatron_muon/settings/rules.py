@@ -34,6 +34,13 @@ class RuleRow:
     refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def mixes(self) -> bool:
+        """Whether other matrices of a run may have another rule: not where a state of
+        each element is its own, and not with a rule of one's own.
+        """
+        return self is not OWN and not self.moments[0]
+
+    @property
     def has_moments(self) -> bool:
         """Whether it keeps second moments."""
         return "moment2_beta2" in self.settings
@@ -102,6 +109,9 @@ RULES = {
         },
     ),
 }
+
+# fields of MuonConfig that only some rules have
+OF_RULES = frozenset().union(*(rule.settings for rule in RULES.values()))
 
 
 def help_text() -> str:

@@ -200,10 +200,31 @@ def test_a_patterns_steps_are_those_of_its_coefficients_in_every_copy() -> None:
     assert given.where("ns_coefficients=quintic").ns_steps == 6
 
 
-def test_a_pattern_cannot_have_another_rule() -> None:
-    MuonConfig(by_pattern=["a:rule=muon"])
-    with pytest.raises(NotImplementedError, match="a:rule=hyperball: all matrices of"):
-        MuonConfig(by_pattern=["a:rule=hyperball"])
+def test_a_matrix_has_the_settings_of_its_own_rule() -> None:
+    config = MuonConfig(moment2_beta2=0.9, by_pattern=["a:rule=normuon,rms=0.3"])
+    assert config.rules == ["muon", "normuon"]
+    assert config.where("rule=normuon").moment2_beta2 == 0.9
+    assert config.where("rms=0.1").rule == "muon"
+
+
+@pytest.mark.parametrize(
+    ("rule", "own", "more", "said"),
+    [
+        ("muon", "adamuon", {}, "a:rule=adamuon: the rule adamuon is that of all"),
+        ("adamuon", "muon", {}, "a:rule=muon: the rule adamuon is that of all"),
+        ("muon", "torch:sign", {}, "the rule torch:sign is that of all matrices"),
+        ("torch:sign", "muon", {}, "the rule torch:sign is that of all matrices"),
+        ("muon", "hyperball", {"cautious_decay": True}, "which has no weight decay"),
+        ("normuon", "hyperball", {"matched_adamw_rms": 0.3}, "a:rule=hyp.* in radii"),
+        ("muon", "normuon", {"full_period": 2}, "a:rule=normuon: full_period"),
+        ("muon", "normuon", {"radii": (("a", 1.0),)}, "radii .* is of rule"),
+    ],
+)
+def test_some_rules_cannot_be_beside_another(
+    rule: str, own: str, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((NotImplementedError, ValueError), match=said):
+        MuonConfig(rule=rule, by_pattern=[f"a:rule={own}"], **more)
 
 
 def test_block_steps_multiply_the_scale_of_a_pattern_too() -> None:

@@ -66,6 +66,11 @@ def of_rule(key: str, rule: str) -> str:
     return f"{key}_{rule}"
 
 
+def other_units(key: str) -> str:
+    """The way out where what homes keep under a key is of other units."""
+    return OTHER_UNITS.format(rule=key.removeprefix(f"{HOME_STATE}_"))
+
+
 Gathered = dict[str, Any]  # the state of a whole grad buffer
 
 

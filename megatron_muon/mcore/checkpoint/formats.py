@@ -40,12 +40,11 @@ import torch.distributed as dist
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
     AT_DP_ZERO,
-    HOME_STATE,
     OTHER_CUT,
-    OTHER_UNITS,
     RECORD,
     check_tensor,
     from_disk,
+    other_units,
     to_disk,
 )
 from megatron_muon.mcore.checkpoint.param_groups import (
@@ -91,9 +90,10 @@ class MuonCheckpoint(ShardedState):
             check_record(state_dict, self._numerics)
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
-        home, of_homes = self._home_state, state_dict.get(self._of_rule(HOME_STATE))
-        if home is not None and of_homes:
-            home.require_usable(of_homes, self._other_units)
+        homes = self._home_states
+        for key, home in homes.items():
+            if state_dict.get(key):
+                home.require_usable(state_dict[key], other_units(key))
         saved = state_dict["optimizer"]
         ours = self.optimizer.param_groups
         loaded = loaded_groups(ours, saved["param_groups"])
@@ -104,8 +104,8 @@ class MuonCheckpoint(ShardedState):
             {**state_dict, "optimizer": {**saved, "param_groups": groups}}
         )
         format = state_dict.get("param_state_sharding_type", AT_DP_ZERO)
-        if home is not None and format != AT_DP_ZERO:
-            home.load(of_homes or None)
+        for key, home in homes.items() if format != AT_DP_ZERO else ():
+            home.load(state_dict.get(key) or None)
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron confuses similar groups
         # after a load the shards of torch's AdamW share one step
@@ -139,11 +139,9 @@ class MuonCheckpoint(ShardedState):
                 if gathered[index][dtypes]:
                     whole = gathered[index][dtypes]
                     gathered[index][dtypes] = to_disk(whole, self._places(index))
-        home = self._home_state
-        if home is not None:
+        for key, home in self._home_states.items():
             every = home.gathered(self.stage_group)
             if gathered and self.data_parallel_group.rank() == 0:
-                key = self._of_rule(HOME_STATE)
                 gathered[key] = {name: x.cpu() for name, x in every.items()}
         return gathered
 
@@ -171,15 +169,13 @@ class MuonCheckpoint(ShardedState):
             (state,) = self._to_scatter
             self._to_scatter = None
             self.half_loaded = True
-            key = self._of_rule(HOME_STATE)
-            of_homes = None if state is None else state.pop(key, None)
+            reads = dist.get_rank(self.stage_group) == 0
+            homes = self._home_states
+            saved = {key: state.pop(key, None) for key in homes} if state else {}
             with self._exposing("adam"):
                 super().load_parameter_state_from_dp_zero(state)
-            if self._home_state is not None:
-                reads = dist.get_rank(self.stage_group) == 0
-                self._home_state.load_from_one(
-                    of_homes if reads else None, self.stage_group
-                )
+            for key, home in homes.items():
+                home.load_from_one(saved.get(key) if reads else None, self.stage_group)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's state for dp_zero_gather_scatter; refused with several
@@ -199,9 +195,9 @@ class MuonCheckpoint(ShardedState):
             raise ValueError("the checkpoint has no optimizer state for this rank")
         # a chain with experts saves a list
         state = dict(saved) if isinstance(saved, dict) else {}
-        of_homes = state.get(self._of_rule(HOME_STATE))
-        if self._home_state is not None and of_homes is not None:
-            self._home_state.require_usable(of_homes, self._other_units, whole=True)
+        for key, home in self._home_states.items():
+            if state.get(key) is not None:
+                home.require_usable(state[key], other_units(key), whole=True)
         for index, dtypes, buffer in self._buffers():
             saved_buffer = state.get(index, {}).get(dtypes)
             if saved_buffer is None:
@@ -221,10 +217,6 @@ class MuonCheckpoint(ShardedState):
                     f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded
                 )
         return state
-
-    @property
-    def _other_units(self) -> str:
-        return OTHER_UNITS.format(rule=self._numerics.config.rule)
 
     def _refuse_other_order(self, format: str) -> None:
         """Refuse AdamW's formats that lie in the order of buckets, if our buckets have

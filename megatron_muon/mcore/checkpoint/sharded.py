@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
     AT_DP_ZERO,
-    HOME_STATE,
     MOMENTUM,
     RECORD,
     gathered_spans,
@@ -37,37 +36,37 @@ class ShardedState(MuonState):
     tensors: frozenset[tuple[str, bool]] = frozenset()
 
     # numbers of all homes of the stage, gathered for a save
-    _of_homes: dict[str, torch.Tensor] | None = None
+    _of_homes: dict[str, dict[str, torch.Tensor]] | None = None
 
-    # --- what the rule keeps at homes, in all of these formats
+    # --- what rules keep at homes, in all of these formats
 
     def gather_home_state(self) -> None:
         """Gather for ``sharded_state_dict``. Every rank of the stage calls it."""
-        home = self._home_state
-        if home is not None:
-            self._of_homes = home.gathered(self.stage_group)
+        self._of_homes = {
+            key: home.gathered(self.stage_group)
+            for key, home in self._home_states.items()
+        }
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
     ) -> StateDict:
-        """Megatron's, with the numbers that the rule keeps at homes."""
+        """Megatron's, with the numbers that rules keep at homes."""
         state: StateDict = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, **kwargs
         )
-        home, gathered = self._home_state, self._of_homes
-        self._of_homes = None
-        if home is None or state.get("param_state_sharding_type") == AT_DP_ZERO:
+        gathered, self._of_homes = self._of_homes, None
+        if state.get("param_state_sharding_type") == AT_DP_ZERO:
             return state
         instance = self.distributed_optimizer_instance_id
-        key = self._of_rule(HOME_STATE)
-        state[key] = {}
         assert is_loading or gathered is not None, "the chain gathers it for a save"
-        for name, (length, number) in home.wanted().items():
-            state[key][name] = ShardedTensor.from_rank_offsets(
-                f"optimizer.state.{key}.{name}",
-                torch.empty(length) if gathered is None else gathered[name],
-                replica_id=(instance, 0, number),
-            )
+        for key, home in self._home_states.items():
+            state[key] = {}
+            for name, (length, number) in home.wanted().items():
+                state[key][name] = ShardedTensor.from_rank_offsets(
+                    f"optimizer.state.{key}.{name}",
+                    torch.empty(length) if gathered is None else gathered[key][name],
+                    replica_id=(instance, 0, number),
+                )
         return state
 
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's slices as they are

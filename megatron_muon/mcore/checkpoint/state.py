@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
+    HOME_STATE,
     MOMENT2,
     MOMENTUM,
     BufferPlace,
@@ -145,10 +146,14 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return replaced(self, _exposed=exposed)
 
     @property
-    def _home_state(self) -> HomeState | None:
-        """What the rule keeps at homes; None for rules without, and for AdamW."""
-        rule: Rule | None = getattr(self.muon, "rule", None)
-        return None if rule is None else rule.home_state
+    def _home_states(self) -> dict[str, HomeState]:
+        """What rules keep at homes, by its key on disk; none of AdamW."""
+        rules: Mapping[str, Rule] = getattr(self.muon, "rules", {})
+        return {
+            of_rule(HOME_STATE, name): rule.home_state
+            for name, rule in rules.items()
+            if rule.home_state is not None
+        }
 
     @property
     def _numerics(self) -> Numerics:

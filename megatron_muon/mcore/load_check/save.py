@@ -120,10 +120,11 @@ def load(
     if not is_checked(folder):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
         check(trained, folder, exact=exact)
-    if trained is not None and row_of(trained.config.rule).has_moments:
-        from megatron_muon.mcore.checkpoint.absent import drop_absent
+    for rule in () if trained is None else trained.config.rules:
+        if row_of(rule).has_moments:
+            from megatron_muon.mcore.checkpoint.absent import drop_absent
 
-        drop_absent(sharded_state_dict, checkpoint_dir, trained.config.rule)
+            drop_absent(sharded_state_dict, checkpoint_dir, rule)
     with _explained(folder) if trained is not None else nullcontext():
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.settings.config import MuonConfig, named
-from megatron_muon.settings.patterns import pairs_of, read
+from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import MATCHED, own_rule, row_of
 
 Overrides = Mapping[Any, Any]  # Megatron's settings of parameters, by its keys
@@ -49,22 +49,21 @@ def _require_scales(config: MuonConfig) -> None:
     """Refuse scale modes whose updates change a layer's output more, the wider it
     is.
     """
-    own = own_rule(config.rule)
-    has_own_scale = own is not None and own.scale is not None
-    row = row_of(config.rule)
-    if has_own_scale or "scale_mode" in row.refuses:
-        return
-    way_out = "give unit_rms_norm"
-    if row.scales and "unit_rms_norm" not in row.scales:
-        way_out = f"{named('rule')} {config.rule} has no other, so choose another rule"
-    modes = {config.scale_mode}
-    for _, settings in pairs_of(config.by_pattern):
-        modes.add(read(settings).get("scale_mode", config.scale_mode))
-    for mode in modes.intersection(MATCHED):
+    patterns = pairs_of(config.by_pattern)
+    for one in (config, *(config.where(settings) for _, settings in patterns)):
+        own = own_rule(one.rule)
+        has_own_scale = own is not None and own.scale is not None
+        row = row_of(one.rule)
+        is_free = has_own_scale or "scale_mode" in row.refuses
+        if is_free or one.scale_mode not in MATCHED:
+            continue
+        way_out = "give unit_rms_norm"
+        if row.scales and "unit_rms_norm" not in row.scales:
+            way_out = f"{named('rule')} {one.rule} has no other, so choose another rule"
         raise ValueError(
-            f"use_mup with {named('scale_mode')} {mode}: the change of a layer's "
-            "output then grows with the width, so no rate carries over to another one: "
-            f"{way_out}"
+            f"use_mup with {named('scale_mode')} {one.scale_mode}: the change of a "
+            "layer's output then grows with the width, so no rate carries over to "
+            f"another one: {way_out}"
         )
 
 

@@ -20,11 +20,10 @@ class MatrixObserver:
     """
 
     def __init__(self, muon: DistributedMuon, message: Message) -> None:
-        self._matrices = muon.plan.matrices
+        self._matrices, self._works = muon.plan.matrices, muon.plan.works
+        self._rules = muon.rules
         self._message = message
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
-        assert isinstance(muon.rule, Muon)
-        self._scales = muon.rule.scales
 
     def before_home(self, staged: Staged) -> None:
         """Count the matrices at home here, and those with a gradient."""
@@ -49,7 +48,9 @@ class MatrixObserver:
         grads = cut_into_slices([shard.grad for shard in here], table)
         slices = zip(table.matrices, directions, weights, momenta, grads, strict=True)
         for index, direction, weight, momentum, grad in slices:
-            scale = self._scales[index]
+            rule = self._rules[self._works[index].rule]
+            assert isinstance(rule, Muon)
+            scale = rule.scales[index]
             self._add(
                 index,
                 elements=weight.numel(),

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
-from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.rules import row_of
 
 # The sums of a row. ``home_elements`` are those of whole matrices at their homes,
@@ -60,7 +60,7 @@ def row_name(name: str) -> str:
 
 
 def muon_rows(
-    matrices: Iterable[Matrix], config: MuonConfig
+    matrices: Iterable[Matrix], numerics: Numerics
 ) -> dict[str, dict[str, float]]:
     """What the first line of a run says of each row of a stage's matrices.
 
@@ -72,15 +72,18 @@ def muon_rows(
     for matrix in matrices:
         members[row_name(matrix.name)].append(matrix)
     rows: dict[str, dict[str, float]] = {}
-    rule = row_of(config.rule)
     for name, alike in sorted(members.items()):
         elements = sum(matrix.numel for matrix in alike)
-        squares = sum(
-            matrix.numel * update_scale(*matrix.whole, config) ** 2 / max(matrix.whole)
-            for matrix in alike
-        )
+        squares = 0.0
+        promises = True
+        for matrix in alike:
+            config = numerics.where(matrix.own).config
+            scale = update_scale(*matrix.whole, config)
+            squares += matrix.numel * scale**2 / max(matrix.whole)
+            rule = row_of(config.rule)
+            promises &= bool(rule.scales) and not rule.adapts
         rows[name] = {"elements": elements, "matrices": len(alike)}
-        if rule.scales and not rule.adapts:
+        if promises:
             rows[name]["promised_rms"] = math.sqrt(squares / elements)
     return rows
 

@@ -73,9 +73,9 @@ class Watch:
         self._outputs.expect(True)  # the number of the first step is not known yet
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         self._threshold = clip_threshold(model_chunks, config.qk_clip)
-        own = together(lambda: self._rows_of_stage(config), group, stage.device)
+        own = together(self._rows_of_stage, group, stage.device)
         ranks = collectives.all_gather_json(own, group)
-        adapts = row_of(config.rule).adapts
+        adapts = any(row_of(rule).adapts for rule in config.rules)
         self._table = Table(list(filter(None, ranks)), len(ranks), adapts=adapts)
         writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         path = config.log_file
@@ -84,7 +84,7 @@ class Watch:
         )
         self._warnings: Warnings | None = None  # from the first record on
 
-    def _rows_of_stage(self, config: MuonConfig) -> dict[str, Any]:
+    def _rows_of_stage(self) -> dict[str, Any]:
         """The rows of a stage, which its first rank sends to all others; else empty."""
         if not self._stage.speaks:
             return {}
@@ -93,7 +93,7 @@ class Watch:
         plans = [part.muon.plan for part in self._dist_opts]
         matrices = chain.from_iterable(plan.matrices for plan in plans)
         return {
-            "muon": muon_rows(matrices, config),
+            "muon": muon_rows(matrices, self._dist_opts[0].muon.numerics),
             "adamw": sorted(adamws),
             "layers": [name for name, _ in self._layers],
             "logits": list(chain.from_iterable(one.rows for one in self._logits)),

@@ -73,6 +73,8 @@ def ways_to_cut(
     these travel. The last of them shares memory with slices that arrive, which take 2/3
     of what a round may: if anything travels, a matrix that stays counts 3/4.
 
+    All matrices of a round have one rule.
+
     Args:
         works, homes: of each matrix and strip; every parameter has one.
         numerics: ``round_bytes`` is read.
@@ -96,12 +98,18 @@ def ways_to_cut(
             quarters = 6
         taken[index][home] += -(-quarters * nbytes // 4)
 
-    def cut(some: Sequence[int], least: int | None = None) -> Rounds:
-        loads = [homed[index] for index in some], [taken[index] for index in some]
-        made = make_rounds(*loads, limit)
-        if least is not None:
-            made = smaller_first(*loads, limit, max(least, len(made)))
-        return tuple(tuple(some[at] for at in round) for round in made)
+    rule_of = {work.parameter: work.rule for work in works}
+
+    def cut(indices: Sequence[int], least: int | None = None) -> Rounds:
+        rounds: list[tuple[int, ...]] = []
+        for rule in sorted({rule_of[index] for index in indices}):
+            some = [index for index in indices if rule_of[index] == rule]
+            loads = [homed[index] for index in some], [taken[index] for index in some]
+            made = make_rounds(*loads, limit)
+            if least is not None:
+                made = smaller_first(*loads, limit, max(least, len(made)))
+            rounds += [tuple(some[at] for at in round) for round in made]
+        return tuple(rounds)
 
     stays = cut([index for index in range(count) if index not in travels])
     ways = [stays + cut(sorted(travels))]

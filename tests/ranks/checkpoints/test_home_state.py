@@ -32,6 +32,8 @@ COLUMNS = replace(
 )
 NAMO = replace(SHARED, muon=(*SHARED.muon, ("rule", "namo")))
 MOE = replace(CASE, moe=True)
+BY_PATTERN = ("*.linear_fc1.*:rule=namo", "*.linear_proj.*:rule=muon")
+SEVERAL = replace(SHARED, muon=(*SHARED.muon, ("by_pattern", BY_PATTERN)))
 
 Numbers = dict[str, list[float]]
 
@@ -40,14 +42,14 @@ def _numbers(built: Built) -> Numbers:
     """Of all units of this rank's stage; of elements, of Muon's shards here."""
     found: Numbers = {}
     for part in built.optimizer.chained_optimizers:
-        home = part.muon.rule.home_state
-        if home is None:
-            for index, shard in part.muon.main_params.items():
-                moment = part.optimizer.state[shard]["exp_avg_sq"]
-                found[str(index)] = moment.tolist()
-            continue
-        for name, numbers in home.gathered(part.stage_group).items():
-            found[name] = numbers.tolist()
+        homes = [rule.home_state for rule in part.muon.rules.values()]
+        for home in filter(None, homes):
+            for name, numbers in home.gathered(part.stage_group).items():
+                assert name not in found
+                found[name] = numbers.tolist()
+        for index, shard in () if any(homes) else part.muon.main_params.items():
+            moment = part.optimizer.state[shard]["exp_avg_sq"]
+            found[str(index)] = moment.tolist()
     return found
 
 
@@ -77,6 +79,9 @@ RESHARDS = [
     (CASE, Topology(tp=2), WHOLE_WEIGHTS, SHARED, Topology(dp=4, instances=2)),
     (SHARED, Topology(dp=2), formats()[0], CASE, Topology(dp=3)),
     (CASE, Topology(tp=2, dp=2), "torch", SHARED, Topology(tp=2, dp=3)),
+    (SEVERAL, Topology(tp=2, dp=2), WHOLE_WEIGHTS, SEVERAL, Topology(pp=2, dp=2)),
+    (SEVERAL, Topology(dp=2), formats()[0], SEVERAL, Topology(dp=3)),
+    (SEVERAL, Topology(tp=2, dp=2), "torch", SEVERAL, Topology(tp=2)),
 ]
 
 
@@ -218,13 +223,13 @@ LONG = torch.ones(8)
     ids=range(8),
 )
 def test_numbers_that_are_none_are_refused(saved: Any, text: str) -> None:
-    home = HomeState(MATRICES, 0, torch.device("cpu"))
+    home = HomeState(MATRICES, range(len(MATRICES)), 0, torch.device("cpu"))
     with pytest.raises(ValueError, match=text):
         home.require_usable(saved, "WAY OUT")
 
 
 def test_numbers_of_other_homes_are_wanted_of_a_whole_stage_alone() -> None:
-    home = HomeState(MATRICES, 0, torch.device("cpu"))
+    home = HomeState(MATRICES, range(len(MATRICES)), 0, torch.device("cpu"))
     home.require_usable({"a": LONG}, "")
     with pytest.raises(ValueError, match="and none of b"):
         home.require_usable({"a": LONG}, "", whole=True)

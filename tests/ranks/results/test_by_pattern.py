@@ -89,6 +89,14 @@ def _with(case: Case, **muon: Any) -> Case:
 
 FEW = {FC1: TABLE[FC1], "*.layers.1.*": {"ns_coefficients": "quintic", "momentum": 0.9}}
 SPHERE = replace(_with(CASE, rule="hyperball"), weight_decay=0.0)
+# Of each rule, beside Muon's matrices; the later ones are of other patterns, too.
+RULES = {
+    FC1: {"rule": "hyperball", "weight_decay": 0.0, "lr": 0.03},
+    FC2: {"rule": "normuon", "ns_steps": 8},
+    "*.layers.1.mlp.linear_fc2.*": {"rms": 0.4, "momentum": 0.8},
+    PROJ: {"rule": "namo", "rms": 0.1},
+}
+BESIDE_NORMUON = {FC1: {"rule": "namo"}, FC2: {"rule": "normuon", "ns_steps": 6}}
 KINDS = {
     "muon": (CASE, TABLE, ONE),
     "hyperball": (SPHERE, FEW, ONE),
@@ -97,6 +105,13 @@ KINDS = {
         _with(CASE, full_period=2, block_lr_mult=0.5),
         {**FEW, FC2: {"rms": 0.4}},
         Topology(tp=2),
+    ),
+    "several rules": (CASE, RULES, ONE),
+    "several rules, tp": (CASE, RULES, Topology(tp=2, dp=2)),
+    "rules beside normuon": (
+        _with(CASE, rule="normuon", moment2_beta2=0.9),
+        BESIDE_NORMUON,
+        ONE,
     ),
     "narrow momentum": (_with(CASE, momentum_dtype="bf16"), FEW, ONE),
 }
@@ -178,6 +193,12 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
         (),
         "lr=0.1 is of whole parameters",
     ),
+    "rule of a part": (
+        {"*.linear_qkv.weight[q]": {"rule": "normuon"}},
+        (),
+        "rule=normuon is of whole parameters",
+    ),
+    "rule of all": ({PROJ: {"rule": "adamuon"}}, (), "the rule adamuon is that of all"),
     "factor": (
         {PROJ: {"min_lr": 0.1}},
         (("lr_mults", ((PROJ, 1.0),)),),

@@ -32,7 +32,13 @@ from support.runs.watching import records, watched
 RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
 CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
 OWN = f"{HERE}:polar_express"  # one of a user's own
-RULES = ("hyperball", "normuon", "adamuon", "namo", OWN)
+SEVERAL = "several"  # hyperball, and others by pattern
+BY_PATTERN = (
+    "*.linear_fc1.*:rule=normuon",
+    "*.linear_fc2.*:rule=muon",
+    "*.linear_proj.*:rule=namo",
+)
+RULES = ("hyperball", "normuon", "adamuon", "namo", OWN, SEVERAL)
 MOE = replace(CASE, moe=True)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 # An element's error is that of a norm: a sum of at most 1e5 squares in fp32, by slice
@@ -46,6 +52,8 @@ def _with(case: Case, *settings: tuple[str, Any]) -> Case:
 
 def _by(rule: str, case: Case) -> Case:
     """The same with another rule; the later setting counts."""
+    if rule == SEVERAL:
+        return _with(case, ("by_pattern", BY_PATTERN))
     return _with(case, ("rule", rule))
 
 
@@ -203,7 +211,7 @@ def test_a_load_heals_half_a_step(rule: str, tmp_path: Path) -> None:
 
 def _dtypes(rule: str) -> list[set[torch.dtype]]:
     """Of directions: in a step, and in the trial of kernels before the first one."""
-    built = start(Case(layers=1, weight_decay=0.0, muon=(("rule", rule),)), Topology())
+    built = start(_by(rule, Case(layers=1, weight_decay=0.0)), Topology())
     numerics = built.optimizer.chained_optimizers[0].muon.numerics
     found: list[set[torch.dtype]] = []
     for act in (
@@ -266,8 +274,9 @@ def _loads(*of_run: Any) -> dict[str, float]:
         (COLUMNS, WHOLE_WEIGHTS, Topology(tp=2)),
         (MOE, WHOLE_WEIGHTS, Topology(pp=2, ep=2, dp=2)),
         (COLUMNS, "torch", Topology()),
+        (_by(SEVERAL, CASE), "torch", Topology(dp=2)),
     ],
-    ids=["columns over tp", "experts", "torch"],
+    ids=["columns over tp", "experts", "torch", "several"],
 )
 def test_radii_are_those_of_the_checkpoint(
     case: Case, format: str, at_load: Topology, tmp_path: Path
@@ -343,7 +352,7 @@ def _error(case: Case, topology: Topology) -> str:
     ("case", "text"),
     [
         (
-            replace(CASE, weight_decay=0.1),
+            replace(_by(SEVERAL, CASE), weight_decay=0.1),
             r"a group of them has weight_decay 0.1: give --weight-decay 0, or",
         ),
         (

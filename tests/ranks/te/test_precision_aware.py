@@ -103,6 +103,7 @@ def _of_optimizer(held: Whole) -> Whole:
         {"muon": (("rule", "normuon"),)},
         {"muon": (("rule", "adamuon"),)},
         {"muon": (("rule", "namo"),)},
+        {"muon": (("by_pattern", ("*.linear_fc1.*:rule=namo",)),)},
     ],
     ids=[
         "remainders",
@@ -116,6 +117,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "normuon",
         "adamuon",
         "namo",
+        "several",
     ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
