@@ -120,6 +120,7 @@ def test_an_asynchronous_save_has_those_of_its_step(case: Case, tmp_path: Path) 
 
 BY_OTHERS = [
     (MUON, CASE),
+    (MUON, SEVERAL),
     (MUON, ELEMENTS),
     (NAMO, CASE),
     (CASE, NAMO),
@@ -130,7 +131,7 @@ BY_OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("cases", BY_OTHERS, ids=range(6))
+@pytest.mark.parametrize("cases", BY_OTHERS, ids=range(7))
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_of_another_rule_has_none_and_they_start_at_zero(
     format: str, cases: tuple[Case, Case], tmp_path: Path
@@ -146,13 +147,20 @@ def _error_of_load(*of_run: Any) -> str:
     return error_of(partial(_loads, *of_run))
 
 
+WHOLE = replace(CASE, muon=(*CASE.muon, ("split_qkv", False)))
+
+
+@pytest.mark.parametrize(
+    ("then", "whole"),
+    [(CASE, WHOLE), (SEVERAL, SHARED)],
+    ids=["splits", "rules by pattern"],
+)
 @pytest.mark.parametrize("format", formats())
 def test_second_moments_of_other_units_are_refused_with_a_way_out(
-    format: str, tmp_path: Path
+    format: str, then: Case, whole: Case, tmp_path: Path
 ) -> None:
     of_run = Topology(dp=2), format, str(tmp_path)
-    whole = replace(CASE, muon=(*CASE.muon, ("split_qkv", False)))
-    run(_saves, 2, CASE, *of_run)
+    run(_saves, 2, then, *of_run)
     for text in run(_error_of_load, 2, whole, *of_run, timeout=60.0):
         assert "(--muon-rule) normuon belong to units: give splits (--muon" in text
     # the way out
