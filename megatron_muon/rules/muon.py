@@ -621,8 +621,9 @@ class DistributedMuon(Engine):
     def rule_of(self, round: int) -> Rule:
         """See ``Engine``."""
         parameter = self.plan.rounds[round][0]
-        works = self.plan.works
-        return next(self.rules[one.rule] for one in works if one.parameter == parameter)
+        matrices = self.plan.matrices
+        own = next(one.own for one in matrices if one.parameter == parameter)
+        return self.rules[self.numerics.where(own).config.rule]
 
     @property
     def variants(self) -> list[DistributedMuon]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -109,31 +108,46 @@ def test_second_moments_at_homes_cost_their_launches_and_bytes() -> None:
     assert priced[1].phases["newton_schulz"] > priced[0].phases["newton_schulz"]
 
 
-@pytest.mark.parametrize("rule", ["hyperball", "adamuon", "namo"])
+SEVERAL = replace(
+    CONFIG, rule="hyperball", by_pattern=("0.*:rule=muon", "*fc2:rule=namo")
+)
+
+
+@pytest.mark.parametrize("rule", ["hyperball", "adamuon", "namo", "several"])
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
 def test_sums_over_matrices_cost_their_launches_and_memory(
     rule: str, tp: int, dp: int
 ) -> None:
     """Launches go by slices, of which a piece has many here."""
-    config = replace(CONFIG, rule=rule)
+    config = SEVERAL if rule == "several" else replace(CONFIG, rule=rule)
     plan = small_plan(config, tp, dp, hidden=512, ffn=1280)
-    slices = Counter(one.rank for one in plan.slices)
-    busiest = max(slices, key=lambda rank: slices[rank])
-    recorded = record_step(plan, busiest, config, steps=2).launches
+    every = [record_step(plan, rank, config, steps=2) for rank in range(plan.size)]
+    recorded = max(one.launches for one in every)
     rest = (0,) * plan.size
     priced = price_step([Optimizer(plan, rest)], config, H100)
-    assert priced.launches == pytest.approx(recorded, rel=0.1)
+    # Muon's own that the price leaves out, up to 20 a round
+    left_out = max(0.1 * recorded, 20 * len(plan.rounds))
+    assert priced.launches == pytest.approx(recorded, abs=left_out)
     _check_peaks(plan, config)
 
 
+def _at_rest(config: MuonConfig) -> list[dict[str, int]]:
+    plan = small_plan(config, 1, 2, layers=2, hidden=512, ffn=1280)
+    held = WIDE._replace(of_rule=max(row_of(rule).moments for rule in config.rules))
+    return memory.at_rest([Optimizer(plan, (0, 0), held=held)])
+
+
 def test_second_moments_are_in_the_memory_at_rest() -> None:
-    plan = small_plan(CONFIG, 1, 2, hidden=512, ffn=1280)
-    plain, elements, lines = (
-        memory.at_rest(
-            [Optimizer(plan, (0, 0), held=WIDE._replace(of_rule=row_of(rule).moments))]
-        )
-        for rule in ("muon", "adamuon", "normuon")
+    plain, elements, lines, half = map(
+        _at_rest,
+        (
+            CONFIG,
+            replace(CONFIG, rule="adamuon"),
+            replace(CONFIG, rule="normuon"),
+            replace(CONFIG, by_pattern=("0.*:rule=normuon",)),
+        ),
     )
+    plan = small_plan(CONFIG, 1, 2, layers=2, hidden=512, ffn=1280)
     long = sum(matrix.units * matrix.long for matrix in plan.matrices)
     every = sum(span.size for rank in (0, 1) for span in shards_of(plan, rank))
     kind = memory.MOMENTUM
@@ -144,7 +158,7 @@ def test_second_moments_are_in_the_memory_at_rest() -> None:
         )
 
     assert more(elements) == 4 * every
-    assert more(lines) == 4 * long
+    assert more(lines) == 2 * more(half) == 4 * long
 
 
 @pytest.mark.parametrize(("tp", "dp"), SIZES)

@@ -99,7 +99,7 @@ def state_bytes_of(run: Run) -> StateBytes:
     packed = {"bf16": 2, "int8": 1 + _FP32 / BLOCK}
     return held._replace(
         momentum=packed.get(run.config.momentum_dtype, held.momentum),
-        of_rule=row_of(run.config.rule).moments,
+        of_rule=max(row_of(rule).moments for rule in run.config.rules),
     )
 
 

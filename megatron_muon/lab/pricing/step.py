@@ -165,7 +165,9 @@ class _Steps:
 
     def _run(self, event: Event, work: RoundWork) -> None:
         streams, number = self._streams, event.round
-        ranks = work.ranks(event.travels, asks=sums.asks(self._numerics))
+        ranks = work.ranks(
+            event.travels, asks=sums.asks(self._numerics.where(work.own))
+        )
         match event.action:
             case "start":
                 streams.run(MOMENTUM, partial(self._momentum, work), ranks)
@@ -214,8 +216,8 @@ class _Steps:
 
     def _summed(self, cost_of: Callable[..., Cost], work: RoundWork, rank: int) -> Cost:
         """The cost of the sums that a rule asks for at one of two points."""
-        size = self._optimizer.plan.size
-        return cost_of(self._hardware, work.slices[rank], size, self._numerics)
+        size, numerics = self._optimizer.plan.size, self._numerics.where(work.own)
+        return cost_of(self._hardware, work.slices[rank], size, numerics)
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
         """The cost of one kernel over a rank's elements, with what is beside it."""
@@ -247,7 +249,7 @@ class _Steps:
             if numerics.config.scale_mode == "update_norm":  # two reads and a write
                 nbytes = 3 * self._itemsize * rows * cols * count
                 cost += stream(self._hardware, nbytes, _TO_NORM)
-            if row_of(self._config.rule).moments[1]:  # likewise
+            if row_of(numerics.config.rule).moments[1]:  # likewise
                 nbytes = 3 * self._itemsize * rows * cols * count
                 cost += stream(self._hardware, nbytes, _TO_MOMENTS * count)
             if layout.shared is not None:

@@ -190,9 +190,8 @@ def _matrices(
 
 
 def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
-    if not row_of(config.rule).scales:
-        return None
-    return update_scale(*matrix.whole, config.where(matrix.own))
+    own = config.where(matrix.own)
+    return update_scale(*matrix.whole, own) if row_of(own.rule).scales else None
 
 
 def _split(weight: Weight, config: MuonConfig, reason: str | None) -> Split:

@@ -20,8 +20,8 @@ class MatrixObserver:
     """
 
     def __init__(self, muon: DistributedMuon, message: Message) -> None:
-        self._matrices, self._works = muon.plan.matrices, muon.plan.works
-        self._rules = muon.rules
+        self._matrices = muon.plan.matrices
+        self._rules, self._numerics = muon.rules, muon.numerics
         self._message = message
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
 
@@ -48,7 +48,8 @@ class MatrixObserver:
         grads = cut_into_slices([shard.grad for shard in here], table)
         slices = zip(table.matrices, directions, weights, momenta, grads, strict=True)
         for index, direction, weight, momentum, grad in slices:
-            rule = self._rules[self._works[index].rule]
+            own = self._numerics.where(self._matrices[index].own)
+            rule = self._rules[own.config.rule]
             assert isinstance(rule, Muon)
             scale = rule.scales[index]
             self._add(
