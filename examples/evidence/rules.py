@@ -3,12 +3,14 @@ rate.
 
     python rules.py                        # writes figures/rules.json, prints its table
     python rules.py --only hyperball       # these rows alone; others stay as they are
+    python rules.py --larger               # 3.3 M parameters: figures/rules_larger.json
     python rules.py --table                # prints the table again
 
 The model, the text and the steps are convergence.py's "as tuned", and so are momentum,
 warm-up and, for rules that take one, weight decay: they were tuned for Muon, not for
 the other rules. Rates are powers of two times a first one, the best of them is repeated
-with two more seeds. Runs that are in the work folder are not repeated.
+with two more seeds. The larger model has each rule's best rate of the small one, and
+half of it. Runs that are in the work folder are not repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import argparse
 import json
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,24 @@ def _rule(label: str, rates: tuple[float, ...], flags: str = "") -> Row:
     return Row(label, "muon", rates, f"--muon-rule {label.lower()} {flags}".strip())
 
 
+# the model of convergence.py's "large"
+LARGER = (
+    "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6"
+)
 ROWS = {
     "adamw": Row("AdamW", "adam", (2.5e-3, 5e-3, 1e-2)),
     "muon": Row("Muon", "muon", (1e-2, 2e-2, 4e-2)),
     "hyperball": _rule("Hyperball", (2e-2, 4e-2, 8e-2, 0.16), "--weight-decay 0"),
     "normuon": _rule("NorMuon", (1e-2, 2e-2, 4e-2)),
-    "adamuon": _rule("AdaMuon", (1e-2, 2e-2, 4e-2)),
-    "namo": _rule("NAMO", (1e-2, 2e-2, 4e-2)),
+    "adamuon": _rule("AdaMuon", (1e-2, 2e-2, 4e-2, 8e-2)),
+    "namo": _rule("NAMO", (1e-2, 2e-2, 4e-2, 8e-2)),
 }
+
+
+def _larger(row: Row, small: dict[str, Any]) -> Row:
+    """A row for the larger model, by what the small one found."""
+    best_rate = small["lr"]
+    return replace(row, rates=(best_rate / 2, best_rate), flags=f"{row.flags} {LARGER}")
 
 
 def measure(study: Study, row: Row, tuned: dict[str, Any]) -> dict[str, Any]:
@@ -91,18 +103,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--larger", action="store_true")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=HERE / "out" / "rules")
     parser.add_argument("--figures", type=Path, default=HERE / "figures")
     args, extra = parser.parse_known_args()  # the rest goes to train.py
+    rows = ROWS
     path = args.figures / "rules.json"
     report = json.loads(path.read_text()) if path.exists() else {}
+    if args.larger:
+        rows = {name: _larger(ROWS[name], report[name]) for name in args.only}
+        path = args.figures / "rules_larger.json"
+        report = json.loads(path.read_text()) if path.exists() else {}
     if not args.table:
         tuned = json.loads((args.figures / "tuning.json").read_text())
         study = Study(args.work, args.jobs, tuple(extra))
         for name in args.only:
-            report[name] = measure(study, ROWS[name], tuned)
+            report[name] = measure(study, rows[name], tuned)
             write(path, {each: report[each] for each in ROWS if each in report})
     print(table(report))
 

@@ -18,6 +18,7 @@ from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime.home_state import HomeState
 from ranks.results.test_nonfinite import FC1, _planted
+from ranks.step.test_no_gradient import NAMES
 from support.checkpoints.saving import formats, held, load, save, unequal
 from support.checkpoints.sealing import plugin
 from support.models.gpt import Built, Case, Topology, start, take_step
@@ -98,6 +99,24 @@ def test_numbers_are_those_of_the_checkpoint(of_runs: Any, tmp_path: Path) -> No
         assert numbers.items() <= saved.items()
         loaded |= numbers
     assert loaded == saved
+
+
+def _after_steps(case: Case, steps: int) -> Numbers:
+    built = start(case, Topology())
+    for step in range(steps):
+        take_step(built, step)
+    return _numbers(built)
+
+
+@pytest.mark.parametrize(
+    "case", [CASE, ELEMENTS, NAMO], ids=["normuon", "adamuon", "namo"]
+)
+def test_those_of_a_matrix_without_a_gradient_stay(case: Case) -> None:
+    stopped = replace(case, zero_grads=NAMES, zero_from=1)
+    (then,) = run(_after_steps, 1, stopped, 1)
+    (now,) = run(_after_steps, 1, stopped, 3)
+    stayed = [name for name in now if now[name] == then[name]]
+    assert len(stayed) == len(NAMES) < len(now)
 
 
 def _saves_beside_a_step(*of_run: Any) -> Numbers:
