@@ -14,9 +14,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.layout import range_of
+from megatron_muon.planning.layout import Parameter, range_of
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.slices import Slice
+from megatron_muon.planning.slices import Matrix, Slice
 from megatron_muon.rules.int8_momentum import AT_ONCE, InBlocks, Packed
 from megatron_muon.rules.muon import DistributedMuon
 
@@ -35,7 +35,8 @@ def _numbered(
     plan: ExchangePlan, slices: list[Slice], device: torch.device
 ) -> Elements:
     """The numbers of a shard's elements, from its slices."""
-    parts = plan.parameters[slices[0].parameter].column_parts
+    parameter = plan.parameters[slices[0].parameter]
+    parts = parameter.column_parts
     rows: list[Tensor] = []
     before = 0
     for one in slices:
@@ -51,11 +52,28 @@ def _numbered(
         if not rows:
             before = col
         here = torch.arange(row, row - (-(col + one.elements.size) // cols))
-        rows.append(here * (cols * parts) + crc32(matrix.whole_name.encode()))
+        name = matrix.whole_name
+        first = 0
+        of_row = cols * parts
+        if matrix.apart:
+            name, first, of_row = _in_row(matrix, parameter)
+        rows.append(here * of_row + crc32(name.encode()))
     width = cols // matrix.column_blocks
     numbers = torch.arange(cols)
-    columns = numbers + (numbers // width * (parts - 1) + part) * width
+    columns = numbers + (numbers // width * (parts - 1) + part) * width + first
     return Elements(torch.cat(rows).int().to(device), columns.int().to(device), before)
+
+
+def _in_row(matrix: Matrix, parameter: Parameter) -> tuple[str, int, int]:
+    """The name of all column ranges of a weight, a matrix's first column, and their
+    number of columns. Where TP ranks hold some ranges each, these are one matrix a
+    rank.
+    """
+    weight, _, ranges = matrix.whole_name.partition("[cols ")
+    first = int(ranges.partition("..")[0])
+    count = sum(one.units for one in parameter.matrices)
+    of_unit = matrix.unit[1]
+    return f"{weight}[cols 0..{count - 1}]", first * of_unit, count * of_unit
 
 
 class InBf16(Packed[Elements]):

@@ -153,6 +153,7 @@ def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
 
 
 MOE = {"moe": True}
+COLUMNS = ("splits", (("*.linear_proj.*", "cols:48,48"),))
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,15 @@ MOE = {"moe": True}
             Topology(tp=2, dp=2, **SP),
         ),
         (
+            replace(BF16, muon=(*BF16.muon, COLUMNS)),
+            Topology(tp=2, dp=2, **SP),
+        ),
+        (
             replace(BF16, grouped="legacy", gated=True, **MOE),
             Topology(tp=2, dp=2, ep=2, **SP),
         ),
     ],
-    ids=["dp2", "dp4", "tp2-pp2-dp2", "tp2-pp2", "strips", "experts"],
+    ids=["dp2", "dp4", "tp2-pp2-dp2", "tp2-pp2", "strips", "columns", "experts"],
 )
 def test_in_bf16_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)

@@ -15,6 +15,8 @@ import torch
 
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from ranks.errors.test_half_done import check_half_step
+from ranks.step.test_every_rule import CASES, PAIRS
+from ranks.step.test_every_rule import _by as by_rule
 from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from ranks.te.test_precision_aware import _switched as switched
 from support import chunked_on_cpu, te_on_cpu
@@ -125,6 +127,24 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
 )
 def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
     _check_same(truth(_without(case)), truth(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    # refused with states on the host
+    [pair for pair in PAIRS if "gathers early" not in pair[0]],
+)
+def test_every_rule_over_every_topology(name: str, rule: str) -> None:
+    """The narrow optimizer's state on the host, on the device, and the wide one's."""
+    plain, topology = CASES[name]
+    experts = MOE if plain.moe else {}
+    plain = replace(by_rule(rule, plain), bf16=True, **experts)
+    case = replace(plain, narrow=HALVES.narrow)
+    on_device = trained(_without(case), topology)
+    _check_same(on_device, trained(case, topology), case)
+    wide = of_optimizer(trained(plain, topology))
+    assert differences(wide, of_optimizer(on_device)) == []
 
 
 @pytest.mark.parametrize(
