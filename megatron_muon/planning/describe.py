@@ -15,7 +15,7 @@ from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import MuonConfig, named
-from megatron_muon.settings.patterns import AT_HOMES, only, pairs_of
+from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import OwnRule, own_rule
 from megatron_muon.settings.run import NODE
 from megatron_muon.version import __version__
@@ -77,7 +77,7 @@ def pattern_lines(numerics: Numerics) -> list[str]:
     lines = []
     for pattern, settings in pairs_of(numerics.config.by_pattern):
         line = f"{PREFIX} {pattern}: {settings}"
-        own = numerics.where(only(settings, AT_HOMES))
+        own = numerics.where(settings)
         if own.iteration != numerics.iteration:
             line += f"; iteration {_iteration(own)}"
         lines.append(line)

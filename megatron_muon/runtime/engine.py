@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # an engine takes any plan, whatever has made it
     from megatron_muon.planning.plan import ExchangePlan
 
 ParamGroups = Sequence[Mapping[str, Any]]
-AnyRule = TypeVar("AnyRule", bound=RoundRule)
 
 HALF_STEPPED = (
     "a step of the optimizer ended in an error when it had changed momentum or "
@@ -131,15 +130,15 @@ class Engine:
         self,
         groups: ParamGroups,
         states: States,
-        kind: type[AnyRule],
-        numbers: Callable[[AnyRule, Sequence[Shard]], Tensor],
+        kind: type[RoundRule],
+        numbers: Callable[[Any, Sequence[Shard]], Tensor],
     ) -> Iterator[tuple[Round, Tensor]]:
         """Sum numbers of the main parameters over matrices, outside a step.
 
         Args:
             groups, states: as of ``step``.
             kind: of the rounds' rules; other rounds are left out.
-            numbers: of a round, the numbers of its slices here.
+            numbers: of such a rule and the shards here, the numbers of their slices.
 
         Yields:
             Each round, and its slices' sums (``SliceSums``).

@@ -246,9 +246,9 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
     @property
     def rules(self) -> list[str]:
         """The rules that its matrices may have, that of the run first."""
-        own = [read(settings) for _, settings in pairs_of(self.by_pattern)]
-        by_pattern = [each["rule"] for each in own if "rule" in each]
-        return list(dict.fromkeys([self.rule, *by_pattern]))
+        patterns = pairs_of(self.by_pattern)
+        own = [read(settings).get("rule", self.rule) for _, settings in patterns]
+        return list(dict.fromkeys([self.rule, *own]))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -344,8 +344,8 @@ def _require_rule(config: MuonConfig) -> None:
 def _require_pattern(config: MuonConfig, text: str) -> None:
     """Settings by pattern must be possible beside those of the run."""
     ((_, settings),) = pairs_of((text,))
-    rule = read(settings).get("rule", config.rule)
-    for name in {rule, config.rule} if rule != config.rule else ():
+    rules = {config.rule, read(settings).get("rule", config.rule)}
+    for name in rules if len(rules) > 1 else ():
         if not row_of(name).mixes:
             raise NotImplementedError(
                 f"{named('by_pattern')} {text}: the rule {name} is that of all "

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import groupby
 from typing import Protocol
 
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -98,12 +99,12 @@ def ways_to_cut(
             quarters = 6
         taken[index][home] += -(-quarters * nbytes // 4)
 
-    rule_of = {work.parameter: work.rule for work in works}
+    rule_of = {work.parameter: work.rule for work in works}.__getitem__
 
     def cut(indices: Sequence[int], least: int | None = None) -> Rounds:
         rounds: list[tuple[int, ...]] = []
-        for rule in sorted({rule_of[index] for index in indices}):
-            some = [index for index in indices if rule_of[index] == rule]
+        for _, of_rule in groupby(sorted(indices, key=rule_of), rule_of):
+            some = list(of_rule)
             loads = [homed[index] for index in some], [taken[index] for index in some]
             made = make_rounds(*loads, limit)
             if least is not None:
