@@ -339,13 +339,16 @@ def test_a_record_has_updates_of_the_radii(tmp_path: Path) -> None:
             assert 0.5 < numbers["update_rms"] / numbers["weight_rms"] < 1.25
 
 
-@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo"])
+@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo", SEVERAL])
 def test_a_record_has_updates_where_they_are_the_directions(
     rule: str, tmp_path: Path
 ) -> None:
     case = replace(_by(rule, CASE), steps=2)
     trained(watched(case, tmp_path / "lines"), Topology())
-    _, *steps = records(tmp_path / "lines")
+    begin, *steps = records(tmp_path / "lines")
+    promised = {row for row, about in begin["rows"].items() if "promised_rms" in about}
+    if rule == SEVERAL:  # those of normuon and muon
+        assert promised == {row for row in begin["rows"] if "linear_fc" in row}
     for numbers in (row for record in steps for row in record["muon"].values()):
         if rule == "normuon":
             assert numbers["update_rms"] == pytest.approx(0.2, rel=1e-4)

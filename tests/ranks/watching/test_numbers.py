@@ -101,6 +101,15 @@ def logged(case: Case, topology: Topology, path: Path) -> list[Any]:
     return records(path)
 
 
+def test_a_promise_is_that_of_the_matrix(tmp_path: Path) -> None:
+    table = ("by_pattern", ("*.linear_fc1.*:rms=0.4",))
+    case = replace(FP32, steps=1, muon=(*FP32.muon, table))
+    start, _ = logged(case, Topology(), tmp_path / "lines")
+    for row, about in start["rows"].items():
+        promised = 0.4 if "linear_fc1" in row else 0.2
+        assert about["promised_rms"] == pytest.approx(promised)
+
+
 @cache
 def expected_numbers(case: Case, step: int) -> Numbers:
     """From whole weights before the step, and whole gradients and momenta."""
