@@ -348,8 +348,10 @@ def _require_pattern(config: MuonConfig, text: str) -> None:
     for name in rules if len(rules) > 1 else ():
         if not row_of(name).mixes:
             raise NotImplementedError(
-                f"{named('by_pattern')} {text}: the rule {name} is that of all "
-                f"matrices of a run, or of none, and {named('rule')} is {config.rule}"
+                f"{named('by_pattern')} {text}: {name} is for all matrices of a run, "
+                "as is each rule of one's own or with second moments of elements, and "
+                f"{named('rule')} is {config.rule}: leave rule out, or give "
+                f"{named('muon_exclude')} for matrices that AdamW may update"
             )
     try:
         config.where(settings)

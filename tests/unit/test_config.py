@@ -210,10 +210,10 @@ def test_a_matrix_has_the_settings_of_its_own_rule() -> None:
 @pytest.mark.parametrize(
     ("rule", "own", "more", "said"),
     [
-        ("muon", "adamuon", {}, "a:rule=adamuon: the rule adamuon is that of all"),
-        ("adamuon", "muon", {}, "a:rule=muon: the rule adamuon is that of all"),
-        ("muon", "torch:sign", {}, "the rule torch:sign is that of all matrices"),
-        ("torch:sign", "muon", {}, "the rule torch:sign is that of all matrices"),
+        ("muon", "adamuon", {}, "a:rule=adamuon: adamuon is for all matrices"),
+        ("adamuon", "muon", {}, "a:rule=muon: adamuon is for all matrices"),
+        ("muon", "torch:sign", {}, "torch:sign is for all matrices of a run"),
+        ("torch:sign", "muon", {}, "torch:sign is for all matrices of a run"),
         ("muon", "hyperball", {"cautious_decay": True}, "which has no weight decay"),
         ("normuon", "hyperball", {"matched_adamw_rms": 0.3}, "a:rule=hyp.* in radii"),
         ("muon", "normuon", {"full_period": 2}, "a:rule=normuon: full_period"),

@@ -198,7 +198,7 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
         (),
         "rule=normuon is of whole parameters",
     ),
-    "rule of all": ({PROJ: {"rule": "adamuon"}}, (), "the rule adamuon is that of all"),
+    "rule of all": ({PROJ: {"rule": "adamuon"}}, (), "adamuon is for all matrices"),
     "factor": (
         {PROJ: {"min_lr": 0.1}},
         (("lr_mults", ((PROJ, 1.0),)),),
