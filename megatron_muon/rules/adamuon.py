@@ -30,7 +30,7 @@ from megatron_muon.rules.muon import (
 )
 from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.exchange.sharers import Sharers
-from megatron_muon.runtime.rule import Shard, cut_into_slices
+from megatron_muon.runtime.rule import Shard, cut_into_slices, put_back
 
 
 class AdaMuon(Muon):
@@ -126,5 +126,4 @@ class AdaMuonRound(UnitRound):
             factor = self._units.spread(number, factors[number], x.numel())
             x.div_(moment.sqrt().add_(self._eps)).mul_(factor).mul_(ends[number])
         super().after_scatter(shards, directions)
-        for each, moment in zip(shards, whole, strict=True):
-            each.put(MOMENT2_KEY, moment)
+        put_back(shards, MOMENT2_KEY, whole)

@@ -31,7 +31,7 @@ from megatron_muon.rules.muon import Muon, at_once, in_fp32
 from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.engine import Engine, ParamGroups
 from megatron_muon.runtime.exchange.sharers import Sharers
-from megatron_muon.runtime.rule import Shard, cut_into_slices
+from megatron_muon.runtime.rule import Shard, cut_into_slices, put_back
 from megatron_muon.runtime.states import MAIN_KEY, States
 
 LEAST_NORM = 1e-15
@@ -131,8 +131,7 @@ class HyperballRound(UnitRound):
         keep = torch.where(sound, keep, 1.0)
         weights = cut_into_slices(params, self._table)
         self._blend(weights, directions, keep, factor)
-        for each, param in zip(shards, params, strict=True):
-            each.put(MAIN_KEY, param)
+        put_back(shards, MAIN_KEY, params)
 
     def _rates(self, shards: Sequence[Shard]) -> list[float]:
         """The learning rate of each slice."""

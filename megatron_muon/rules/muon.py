@@ -54,6 +54,7 @@ from megatron_muon.runtime.rule import (
     Rule,
     Shard,
     cut_into_slices,
+    put_back,
 )
 from megatron_muon.runtime.states import MAIN_KEY
 from megatron_muon.runtime.tracing import Phase
@@ -188,8 +189,7 @@ class MuonRound(RoundRule):
             momentum=self._muon.warmed(self._momentum),
             nesterov=self._numerics.config.nesterov,
         )
-        for each, momentum in zip(shards, momenta, strict=True):
-            each.put(MOMENTUM_KEY, momentum)
+        put_back(shards, MOMENTUM_KEY, momenta)
 
     def at_home(self, staged: Staged) -> Soundness:
         """Replace each whole matrix U by its direction X, in place: see ``RoundRule``.
@@ -222,8 +222,7 @@ class MuonRound(RoundRule):
         self._elementwise.apply_updates(
             slices, results, factors, decays, cautious=cautious
         )
-        for each, param in zip(shards, params, strict=True):
-            each.put(MAIN_KEY, param)
+        put_back(shards, MAIN_KEY, params)
 
     def _factors_and_decays(
         self, shards: Sequence[Shard]

@@ -32,7 +32,7 @@ from megatron_muon.rules.muon import MOMENTUM_KEY, Muon
 from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.home_state import SliceState
-from megatron_muon.runtime.rule import Shard, cut_into_slices
+from megatron_muon.runtime.rule import Shard, cut_into_slices, put_back
 from megatron_muon.runtime.states import MAIN_KEY
 
 
@@ -156,8 +156,7 @@ class NamoRound(UnitRound):
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
         self._blend(slices, results, keep, factor)
-        for each, param in zip(shards, params, strict=True):
-            each.put(MAIN_KEY, param)
+        put_back(shards, MAIN_KEY, params)
 
     def _mus(self) -> list[float]:
         """μ of each slice in this step."""

@@ -43,10 +43,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 from torch.utils import dlpack
 
 from megatron_muon.presence import MuonError
+from megatron_muon.runtime.tracing import named_range
 
 Group = dist.ProcessGroup
 Counts = Sequence[tuple[int, int]]  # (rank of the group, elements)
@@ -339,7 +339,7 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
 @contextmanager
 def marked(name: str, group: Group | None, part: str = "collective") -> Iterator[None]:
     """Mark a collective in traces, and name its phase in the error if it fails."""
-    with naming(name, group), record_function(f"{name}/{part}"):
+    with naming(name, group), named_range(f"{name}/{part}"):
         yield
 
 

@@ -291,8 +291,9 @@ class Engine:
     def _shards(
         self, groups: ParamGroups, states: States
     ) -> Iterator[tuple[int, Shard]]:
+        keys = self.state_keys
         for group in groups:
             for shard in filter(self.owns, group["params"]):
-                states.start_state(shard, self.state_keys)
+                states.start_state(shard, keys)
                 at = Shard(shard, states, group["lr"], group["weight_decay"])
                 yield self._parameter_of[id(shard)], at

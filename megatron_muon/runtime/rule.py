@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ if TYPE_CHECKING:  # for rules that keep some
     from megatron_muon.runtime.home_state import HomeState
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A parameter's shard on this rank in this step, and its group's settings."""
 
     shard: Tensor
@@ -65,6 +64,15 @@ class Shard:
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep new values of what ``state`` returned, which may be a copy."""
         self.states.put(self.shard, key, tensor)
+
+
+def put_back(shards: Sequence[Shard], key: str, tensors: Sequence[Tensor]) -> None:
+    """Keep what ``Shard.state`` returned and was changed in place, where those are
+    copies.
+    """
+    for each, tensor in zip(shards, tensors, strict=True):
+        if each.states.are_copies:
+            each.put(key, tensor)
 
 
 Shards = Mapping[int, Shard]  # by the parameter's index in the plan

@@ -9,11 +9,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
 TIMER_LOG_LEVEL = 2  # of Megatron's --timing-log-level: a timer there waits for the GPU
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """A range in profiler traces.
+
+    torch's ``record_function`` takes the host 5 us, traced or not, so it is used only
+    where a profiler of this process is on. A profiler from outside, such as Kineto's
+    daemon, sees the range by its faster counterpart, as an operation.
+    """
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return record_function(name)
+    return _RecordFunctionFast(name)
 
 
 def phases(config: Any = None) -> Phase:
@@ -25,13 +38,15 @@ def phases(config: Any = None) -> Phase:
             a phase as ``muon-gather`` at ``TIMER_LOG_LEVEL`` and above.
     """
 
+    nvtx: Any = nullcontext  # torch's range is an untyped generator
+    if torch.cuda.is_available():
+        nvtx = torch.cuda.nvtx.range
+
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        nvtx: Any = nullcontext()  # torch's range is an untyped generator
-        if torch.cuda.is_available():
-            nvtx = torch.cuda.nvtx.range(name)
         timers = getattr(config, "timers", None)
-        with record_function(name), nvtx, _timed(timers, name):
+        timed = nullcontext() if timers is None else _timed(timers, name)
+        with named_range(name), nvtx(name), timed:
             try:
                 yield
             except Exception as error:
@@ -44,9 +59,6 @@ def phases(config: Any = None) -> Phase:
 
 @contextmanager
 def _timed(timers: Any, name: str) -> Iterator[None]:
-    if timers is None:
-        yield
-        return
     timer = timers(name.replace("/", "-"), log_level=TIMER_LOG_LEVEL)
     timer.start()
     try:

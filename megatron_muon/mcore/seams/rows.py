@@ -45,6 +45,9 @@ _TORCH = (
     Place("torch._C").called(
         "PyTorchFileReader", "reads the archives that torch.save writes"
     ),
+    Place("torch._C._profiler").called(
+        "_RecordFunctionFast", "a range in traces, where no profiler is on here"
+    ),
     Place("torch.autograd").called(
         "_profiler_enabled", "whether a profiler is on already"
     ),

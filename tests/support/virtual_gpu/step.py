@@ -48,6 +48,8 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
         stack.enter_context(without_driver())
         stack.enter_context(replaced(triton_operations, has_triton=lambda: True))
         stack.enter_context(replaced(matmul, _quack=lambda: None))
+        # a phase is an operation of torch's, as under its profiler
+        stack.enter_context(replaced(torch.autograd, _profiler_enabled=lambda: True))
         for part in (without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place()):
             stack.enter_context(part)
         stack.enter_context(_steady_memory())
