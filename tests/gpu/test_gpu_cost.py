@@ -121,7 +121,7 @@ def test_phases_are_timed(
     needs_gpu: Check,
     report: Report,
 ) -> None:
-    figures = cost.times(on_gpu.price, of_gpu, hardware, constants)
+    figures = cost.times(on_gpu, of_gpu, hardware, constants)
     assert all(figure.measured is not None for figure in figures)
     needs_gpu()
     report(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from megatron_muon.lab.plan.rows import TITLES, PlannedStep, Spread
 from megatron_muon.lab.plan.run import RunPlan, StagePlan
 from megatron_muon.lab.pricing import upstream
+from megatron_muon.lab.pricing.around import BYTES
 from megatron_muon.lab.pricing.hardware import CONSTANTS
 from megatron_muon.lab.pricing.memory import KINDS
 from megatron_muon.lab.pricing.step import PHASES
@@ -24,6 +25,8 @@ BACK_TESTS = 0.54, 1.16
 ASSUMPTIONS = (
     "not in the optimizer step: gradient reduction, norm and clipping, all-gather of "
     "parameters, the copy to 16-bit weights; they are the same with AdamW and Muon",
+    "the whole step: the larger of the host's launches, phases and shards, and of the "
+    "device's time, with norm, clipping and copy by their bytes",
     "all ranks begin the step at the same moment, and a rank takes the same time in "
     "every step",
     "the compute and the communication stream do not slow each other down",
@@ -230,6 +233,9 @@ def _figures(row: PlannedStep) -> dict[str, str]:
         "a full step, ms": or_none(row.full, ms),
         "a block step, ms": or_none(row.block, ms),
         "step, ms": ms(row.seconds),
+        **{f"{name}, ms": or_none(row.around.get(name), ms) for name in BYTES},
+        "host, ms": or_none(row.launching, ms),
+        "whole step, ms": or_none(row.whole, ms),
     }
 
 

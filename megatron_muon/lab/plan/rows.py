@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.pricing import memory
+from megatron_muon.lab.pricing.around import around, python
 from megatron_muon.lab.pricing.on_host import on_host
 from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
@@ -76,6 +77,17 @@ class PlannedStep:
     # seconds of a full and of a block step; None without ``full_period``
     full: float | None = None
     block: float | None = None
+    # seconds of the whole of Megatron's step beside this one, by name, and those until
+    # the host has launched all of it; without the all-gather of parameters
+    around: dict[str, float] = field(default_factory=dict)
+    launching: float | None = None
+
+    @property
+    def whole(self) -> float | None:
+        """Seconds of the whole step, which the host may take longer to launch."""
+        if self.launching is None:
+            return None
+        return max(self.seconds + sum(self.around.values()), self.launching)
 
     @property
     def uneven(self) -> float:
@@ -98,6 +110,7 @@ def adamw_row(optimizers: Sequence[Optimizer], request: Request) -> PlannedStep:
         host=sum(_most(hosted).values()),
         peak=0,
         phases={"adamw": seconds},
+        around=around(optimizers, request.hardware),
     )
 
 
@@ -140,6 +153,8 @@ def our_row(
         exposed=Spread(step.exposed_mean, step.exposed_most),
         hidden=step.hidden_mean,
         rounds=step.rounds,
+        around=around(optimizers, hardware),
+        launching=step.host + python(optimizers, hardware),
     )
     blocks = [replace(one, plan=one.block) for one in optimizers if one.block]
     if not blocks:

@@ -48,6 +48,7 @@ class Hardware:
     # of the host, from one operation's launch to the next one's
     launch_us: float = _in("us")
     phase_us: float = _in("us")  # of the host: the Python of each phase of a round
+    shard_us: float = _in("us")  # of the host: the Python of each shard in a whole step
     node_gbytes: float = _in("10^9 bytes/s")  # a GPU's link to the GPUs of its node
     node_efficiency: float = _in("share")  # that grouped sends and receives reach
     pair_gbytes: float = _in("10^9 bytes/s")  # limit between two GPUs of a node

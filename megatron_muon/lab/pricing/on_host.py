@@ -18,7 +18,7 @@ from megatron_muon.lab.pricing.work import Optimizer, rounds_of
 _GRADIENT, _WEIGHT = 4, 2  # bytes of an element on the link
 # Read and written by torch's operations one by one: of lerp_, addcmul_ and addcdiv_ 12,
 # 12 and 16 bytes, of mul_ twice, sqrt, div and add_ 8 each.
-_ADAMW = 80
+TORCH_ADAMW = 80
 
 
 class HostTime(NamedTuple):
@@ -38,7 +38,7 @@ def on_host(
 ) -> list[HostTime]:
     """By rank; without Muon all elements are AdamW's."""
     link = hardware.host_gbytes * GIGA
-    of_adamw = (_GRADIENT + _WEIGHT) / link + _ADAMW / (
+    of_adamw = (_GRADIENT + _WEIGHT) / link + TORCH_ADAMW / (
         hardware.host_memory_gbytes * GIGA
     )
     size = optimizers[0].plan.size

@@ -39,6 +39,11 @@ _H100: Mapping[str, tuple[Any, str]] = {
         f"{_MEASURED}; 9.4 us on another host, 5 to 25 reported elsewhere",
     ),
     "phase_us": (30.0, "assumption: Python of a phase, its tables made before"),
+    "shard_us": (
+        30.0,
+        "assumption, from 15 to 40: tests/figures/host_times.py measures 40 on a slow "
+        "core, Megatron's part included",
+    ),
     "node_gbytes": (450.0, f"{_SHEET}: NVLink 900 GB/s, half of it each way"),
     "node_efficiency": (
         0.70,

@@ -153,7 +153,7 @@ def _speeds(hardware: Hardware) -> list[Figure]:
 
 
 def times(
-    price: Price,
+    expected: PredictedStep,
     ranks: Sequence[Measured],
     hardware: Hardware,
     measured_constants: Sequence[Figure],
@@ -164,6 +164,7 @@ def times(
     A phase is priced with these, too, so that what is left over is the phase's own.
     """
     both = hardware, with_measured(hardware, measured_constants)
+    price = expected.price
     figures: list[Figure] = []
     total = 0.0
     alone = "exchange and staging" if len(ranks) == 1 else ""
@@ -181,13 +182,15 @@ def times(
         "step without what AdamW has alike",
         lambda one: 1e3 * price(one).seconds, total, both, (sums, sums),
     )  # fmt: skip
-    more = (
-        "The measured time also has Megatron's own work: norm, AdamW, gather of "
-        "parameters."
-    )
+    more = "The measured time also has the gather of parameters."
+    figures += _figures(
+        "whole step, with norm and copy", lambda one: 1e3 * expected.whole(one),
+        max(statistics.median(each.ms for each in rank.times) for rank in ranks),
+        both, (more, more),
+    )  # fmt: skip
     _, of_host = _figures(
-        "the host launches a step", lambda one: 1e3 * price(one).host,
-        max(rank.host_ms for rank in ranks), both, ("", more),
+        "the host launches a step", lambda one: 1e3 * expected.host(one),
+        max(rank.host_ms for rank in ranks), both, ("", f"{more} It waits for the norm."),
     )  # fmt: skip
     return [*figures, of_host]
 
@@ -238,7 +241,7 @@ def as_predicted_on(
         for part in own
     }
     made = Measured(
-        times=[Times(sum(parts.values()), parts, 0.0)],
+        times=[Times(1e3 * expected.whole(hardware), parts, 0.0)],
         counted=Counted({"gather": expected.sent[rank], "scatter": 0}),
         metered_bytes=expected.sent[rank],
         peak_bytes=expected.reports[rank].peak_bytes,
@@ -247,7 +250,7 @@ def as_predicted_on(
             "copies": 3,
             "memsets": 9,
         },
-        host_ms=1e3 * step.host,
+        host_ms=1e3 * expected.host(hardware),
     )
     return dataclasses.replace(made, **changes)
 

@@ -6,10 +6,15 @@ import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from megatron_muon.lab.bench.step.rows import OPTIONS
+from megatron_muon.lab.pricing.around import around, python
 from megatron_muon.lab.pricing.hardware import Hardware, least_of, most_of
-from megatron_muon.lab.pricing.step import StepTime, price_step
+from megatron_muon.lab.pricing.kernels import stream
+from megatron_muon.lab.pricing.on_host import TORCH_ADAMW
+from megatron_muon.lab.pricing.step import StepTime, adamw, price_step
+from megatron_muon.lab.pricing.work import Optimizer, total
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.dry_run import Run, optimizer_of, planned_on, ranks_of
@@ -30,6 +35,24 @@ class PredictedStep:
     # what each rank does, on the virtual GPU; empty for a CPU
     reports: list[RankReport]
     price: Callable[[Hardware], StepTime]  # the step's times on some hardware
+    optimizers: list[Optimizer]
+
+    def host(self, hardware: Hardware) -> float:
+        """Seconds in which the host launches Megatron's step."""
+        return self.price(hardware).host + python(self.optimizers, hardware)
+
+    def whole(self, hardware: Hardware) -> float:
+        """Seconds of Megatron's step, which clips nothing here.
+
+        Without Transformer Engine AdamW is torch's, of several passes.
+        """
+        parts = around(self.optimizers, hardware)
+        seconds = self.price(hardware).seconds + parts["norm"] + parts["copy"]
+        if find_spec("transformer_engine") is None:
+            rest = max(total([one.rest for one in self.optimizers]))
+            passes = stream(hardware, rest * TORCH_ADAMW)
+            seconds += passes.seconds - adamw(hardware, rest).seconds
+        return max(seconds, self.host(hardware))
 
 
 def predicted(flags: Namespace, config: MuonConfig, device: Device) -> PredictedStep:
@@ -46,6 +69,7 @@ def predicted(flags: Namespace, config: MuonConfig, device: Device) -> Predicted
         sent,
         [report(flags, config, rank) for rank in steps],
         lambda hardware: price_step(optimizers, config, hardware, device=device),
+        optimizers,
     )
 
 
