@@ -7,19 +7,17 @@ Meta kernels that are slow Python answer from a table. Not in it: launches of tr
 kernels, and torch's sends and receives.
 
 Medians of 15 steps, in ms of the thread's processor time, by the parts that Megatron's
-timers name, each without those inside it. ``--calls`` prints the functions that are
-called most. PYTHONPATH=TREE measures another tree of this repository.
+timers name, each without those inside it. PYTHONPATH=TREE measures another tree of
+this repository; ``python -m cProfile -m`` names the functions.
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -70,7 +68,7 @@ class Watch(StepTimers):
 @contextmanager
 def on_meta() -> Iterator[None]:
     """A context in which the GPU is the meta device; the host reads zeros from it."""
-    item, tolist, kind, to = Tensor.item, Tensor.tolist, Tensor.type, Tensor.to
+    torchs = {name: getattr(Tensor, name) for name in ("item", "tolist", "type", "to")}
 
     def read(x: Tensor) -> Tensor:
         return torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x
@@ -85,18 +83,18 @@ def on_meta() -> Iterator[None]:
     def same(every: list[Any], own: Any, group: Any = None) -> None:
         every[:] = [own] * len(every)
 
-    def has_kernels(device: Any, numerics: Any) -> bool:
-        return bool(numerics.config.elementwise == "auto")
-
-    trace = SimpleNamespace(events=SimpleNamespace(append=id))
-    gpu: Any = SimpleNamespace(stream="main", trace=trace, synchronize=id)
-    gpu.launch = lambda *_: None
+    gpu: Any = SimpleNamespace(
+        stream="main",
+        launch=lambda *_: None,
+        synchronize=lambda *_: None,
+        trace=SimpleNamespace(events=deque(maxlen=1)),
+    )
     work = [SimpleNamespace(wait=lambda: None)]
     tensor = {
-        "item": lambda x: item(read(x)),
-        "tolist": lambda x: tolist(read(x)),
-        "type": lambda x: kind(x).replace("meta", "cuda"),
-        "to": lambda x, *a, **k: read(x) if a == ("cpu",) else to(x, *a, **k),
+        "item": lambda x: torchs["item"](read(x)),
+        "tolist": lambda x: torchs["tolist"](read(x)),
+        "type": lambda x: torchs["type"](x).replace("meta", "cuda"),
+        "to": lambda x, *a, **k: torchs["to"](read(x) if a == ("cpu",) else x, *a, **k),
     }
     with ExitStack() as stack:
         for owner, changes in (
@@ -106,8 +104,8 @@ def on_meta() -> Iterator[None]:
             (torch, {name: made(getattr(torch, name)) for name in ("tensor", "zeros")}),
             (dist, {"all_gather_object": same, "batch_isend_irecv": lambda _: work}),
             (torch.utils.dlpack, {"from_dlpack": lambda x: x}),
-            (normalization, {"takes_kernels": has_kernels}),
-            (fused, {"takes_kernels": has_kernels}),
+            (normalization, {"takes_kernels": lambda *_: True}),
+            (fused, {"takes_kernels": lambda *_: True}),
             (build, {"try_elementwise": lambda *_: None}),
         ):
             stack.enter_context(replaced(owner, **changes))
@@ -155,8 +153,8 @@ def quick(step: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
-def measured(words: str, *, calls: bool) -> dict[str, float]:
-    """Milliseconds of a step by part; with ``calls``, prints the functions called."""
+def measured(words: str) -> dict[str, float]:
+    """Milliseconds of a step by part."""
     run = run_of((words + OVERLAP).split())
     config, ranks = muon_settings(run.flags), ranks_of(run.flags)
     training = megatron.OptimizerSettings()
@@ -174,21 +172,17 @@ def measured(words: str, *, calls: bool) -> dict[str, float]:
             watch.time(chain, "get_grad_norm", "norm")
             parts = [Counter(watch.measure(chain.step).parts_ms) for _ in range(15)]
             gc.enable()
-            if calls:
-                profile = cProfile.Profile()
-                profile.runcall(chain.step)
-                pstats.Stats(profile).sort_stats("ncalls").print_stats(40)
     medians = {name: statistics.median(p[name] for p in parts) for name in parts[0]}
     return {"whole": statistics.median(whole)} | medians
 
 
 def main() -> None:
     """Print a line for each model and part."""
-    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    words = sys.argv[1:]
     for name, flags in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        for part, ms in measured(flags, calls="--calls" in sys.argv).items():
+        for part, ms in measured(flags).items():
             print(f"{name}: {part} {ms:.2f}", flush=True)
 
 

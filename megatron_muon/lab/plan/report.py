@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from megatron_muon.lab.plan.rows import TITLES, PlannedStep, Spread
 from megatron_muon.lab.plan.run import RunPlan, StagePlan
 from megatron_muon.lab.pricing import upstream
-from megatron_muon.lab.pricing.around import BYTES
 from megatron_muon.lab.pricing.hardware import CONSTANTS
 from megatron_muon.lab.pricing.memory import KINDS
-from megatron_muon.lab.pricing.step import PHASES
+from megatron_muon.lab.pricing.step import AROUND, PHASES
 from megatron_muon.lab.routes.table import numbers
 from megatron_muon.lab.tables import aligned, wrapped
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -233,7 +232,7 @@ def _figures(row: PlannedStep) -> dict[str, str]:
         "a full step, ms": or_none(row.full, ms),
         "a block step, ms": or_none(row.block, ms),
         "step, ms": ms(row.seconds),
-        **{f"{name}, ms": or_none(row.around.get(name), ms) for name in BYTES},
+        **{f"{name}, ms": or_none(row.around.get(name), ms) for name in AROUND},
         "host, ms": or_none(row.launching, ms),
         "whole step, ms": or_none(row.whole, ms),
     }

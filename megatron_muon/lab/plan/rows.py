@@ -8,10 +8,15 @@ from typing import Literal, get_args
 
 from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.pricing import memory
-from megatron_muon.lab.pricing.around import around, python
 from megatron_muon.lab.pricing.on_host import on_host
 from megatron_muon.lab.pricing.paper import price_paper
-from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
+from megatron_muon.lab.pricing.step import (
+    StepTime,
+    around,
+    price_adamw,
+    price_step,
+    python,
+)
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, total, traffic_of
 from megatron_muon.orthogonalize.numerics import Numerics

@@ -5,17 +5,18 @@ The order is ``planning.schedule``'s: the dense parameters' step, then the exper
 
 Only the optimizers' steps count. The reduction of gradients, their norm and clipping,
 and the all-gather of updated parameters are the same for AdamW and Muon, and do not
-count.
+count. ``around`` and ``python`` price what else Megatron's step has but the gather.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_muon.lab.pricing import sums
-from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import (
     Cost,
     batches,
@@ -26,7 +27,14 @@ from megatron_muon.lab.pricing.kernels import (
     stream,
 )
 from megatron_muon.lab.pricing.streams import WAITING, Streams
-from megatron_muon.lab.pricing.work import Optimizer, RoundWork, Shared, rounds_of
+from megatron_muon.lab.pricing.work import (
+    WIDE,
+    Optimizer,
+    RoundWork,
+    Shared,
+    rounds_of,
+    total,
+)
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.rounds.cut import scratch_limit
@@ -62,6 +70,8 @@ _PACKED = {  # bytes, launches
 }
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12
+# Bytes of an element around the step, by Transformer Engine's kernels and torch's copy.
+AROUND = {"norm": 4, "clip": 4 + 4, "copy": 4 + 2}
 # Launches for an update of exact norm: that of the norm, its square, a comparison, a
 # quotient, a choice, a root, a cast, and that of the product.
 _TO_NORM = 8
@@ -128,6 +138,28 @@ def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
 def adamw(hardware: Hardware, elements: int) -> Cost:
     """The cost of a fused AdamW over a rank's elements."""
     return foreach(hardware, elements, 1, _ADAMW)
+
+
+def around(optimizers: Sequence[Optimizer], hardware: Hardware) -> dict[str, float]:
+    """Seconds of Megatron's norm, clip and copy to 16-bit weights, by name, on the rank
+    with most elements; FusedAdam's states need no copy.
+    """
+    most = max(total([one.elements for one in optimizers]))
+    seconds = {name: most * each / hardware.memory for name, each in AROUND.items()}
+    copies = any(one.has_main and one.held.main == WIDE.main for one in optimizers)
+    return seconds | {"copy": seconds["copy"] * copies}
+
+
+def python(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
+    """Seconds of the host for Muon's shards of the rank that has most: their Python,
+    and a launch of each one's copy.
+    """
+    shards: Counter[int] = Counter()
+    for one in optimizers:
+        each = {(cut.rank, cut.parameter) for cut in one.plan.slices}
+        shards.update(rank for rank, _ in each)
+    seconds = (hardware.shard_us + hardware.launch_us) * MICRO
+    return seconds * max(shards.values(), default=0)
 
 
 def _adamw_of(

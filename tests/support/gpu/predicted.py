@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from megatron_muon.lab.bench.step.rows import OPTIONS
-from megatron_muon.lab.pricing.around import around, python
 from megatron_muon.lab.pricing.hardware import Hardware, least_of, most_of
 from megatron_muon.lab.pricing.kernels import stream
 from megatron_muon.lab.pricing.on_host import TORCH_ADAMW
-from megatron_muon.lab.pricing.step import StepTime, adamw, price_step
+from megatron_muon.lab.pricing.step import (
+    StepTime,
+    adamw,
+    around,
+    price_step,
+    python,
+)
 from megatron_muon.lab.pricing.work import Optimizer, total
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
