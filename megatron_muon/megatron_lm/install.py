@@ -245,7 +245,7 @@ def _install_muon(args: Any) -> None:
     from megatron_muon.mcore.wiring.start import say_at_start
 
     _check(args)
-    lines = namespace.rename_dist_muon(args)
+    lines = namespace.rename_megatrons(args)
     config = muon_config(args)
     if bucketing.aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)

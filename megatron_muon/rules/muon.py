@@ -39,6 +39,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
 from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.rounds.rank_plan import RankPlan
@@ -105,9 +106,12 @@ class Muon(Rule):
         # plan
         self.flops = plan.flops
         self.configs = [numerics.where(each.own).config for each in plan.matrices]
+        scaled: Sequence[Matrix | Parameter] = plan.matrices
+        if row_of(numerics.config.rule).of_weights:
+            scaled = [plan.parameters[matrix.parameter] for matrix in plan.matrices]
         self.scales = [
-            update_scale(*matrix.whole, config)
-            for matrix, config in zip(plan.matrices, self.configs, strict=True)
+            update_scale(*one.whole, config)
+            for one, config in zip(scaled, self.configs, strict=True)
         ]
         # elements of scratch memory for one batch
         self.scratch = scratch_limit(plan.matrices)

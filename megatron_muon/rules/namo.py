@@ -53,7 +53,7 @@ class Namo(Muon):
             self.plan, self.own_matrices, self.own.rank, 2, self.device
         )
         self.counts_steps = True
-        self.steps = 0
+        self.steps: float = 0
 
     def start_step(self, steps: int) -> None:
         """See ``Rule``."""
@@ -149,14 +149,19 @@ class NamoRound(UnitRound):
         is_sound = marks.isfinite()[:, None]
         before = state.index_select(0, self._rows)
         state.index_copy_(0, self._rows, self._after.where(is_sound[..., None], before))
-        alphas = list(self._alphas.where(is_sound, 0.0).unbind())
+        alphas = self._alphas.where(is_sound, 0.0)
+        of_decay = list(self._of_decay(alphas, is_sound).unbind())
         factors, decays = self._factors_and_decays(shards)
-        factor = torch.stack(list(torch._foreach_mul(alphas, factors)))
-        keep = 1.0 - torch.stack(list(torch._foreach_mul(alphas, decays)))
+        factor = torch.stack(list(torch._foreach_mul(list(alphas.unbind()), factors)))
+        keep = 1.0 - torch.stack(list(torch._foreach_mul(of_decay, decays)))
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
         self._blend(slices, results, keep, factor)
         put_back(shards, MAIN_KEY, params)
+
+    def _of_decay(self, alphas: Tensor, is_sound: Tensor) -> Tensor:
+        """The factor on the decay of each slice's units, ``(slices, units)``."""
+        return alphas
 
     def _mus(self) -> list[float]:
         """μ of each slice in this step."""

@@ -125,7 +125,6 @@ class NorMuonRound(MuonRound):
             line: a number that is not finite where the direction is not (``Findings``).
             sharers: the homes that have its other parts, if any.
         """
-        config = self._numerics.config
         is_tall, short = whole[0] >= whole[1], min(whole)
         squares = [_squares(part, is_tall) for part in parts]
         moved = _sum([one.sum() for one in squares], sharers)
@@ -133,19 +132,27 @@ class NorMuonRound(MuonRound):
         inverses: list[Tensor] = []
         for moment, square in zip(moments, squares, strict=True):
             mean = (square / short).where(moves, moment)
-            moment.lerp_(mean, 1.0 - config.moment2_beta2)
-            inverses.append(1.0 / (moment.sqrt() + config.moment2_eps))
+            moment.lerp_(mean, 1.0 - self._numerics.config.moment2_beta2)
+            inverses.append(self._inverse(moment))
         sums = [
             (inverse.square() * square).sum()
             for inverse, square in zip(inverses, squares, strict=True)
         ]
         norm = _sum(sums, sharers).sqrt()
         for part, inverse in zip(parts, inverses, strict=True):
-            factor = (inverse * (math.sqrt(short) / norm)).where(moves, 1.0)
+            factor = (inverse * (self._norm(moved, short) / norm)).where(moves, 1.0)
             across = [1] * (part.dim() - 1)
             part.mul_(
                 factor.view(-1, *across) if is_tall else factor.view(part[0].shape)
             )
+
+    def _inverse(self, moment: Tensor) -> Tensor:
+        """What directions are multiplied by, of each row or column."""
+        return 1.0 / (moment.sqrt() + self._numerics.config.moment2_eps)
+
+    def _norm(self, squares: Tensor, short: int) -> Tensor | float:
+        """The norm that a unit's direction gets; ``squares`` is the sum of its own."""
+        return math.sqrt(short)
 
 
 def _squares(part: Tensor, is_tall: bool) -> Tensor:

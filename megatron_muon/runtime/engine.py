@@ -90,7 +90,10 @@ class Engine:
         self._rules: set[Rule] = set()
         for number, one in enumerate(exchange.rounds):
             rule = self.rule_of(number)
-            sums = SliceSums(plan, number, own.rank, exchange) if rule.asks else None
+            sums = None
+            if rule.asks:
+                is_of = rule.sums_parameters
+                sums = SliceSums(plan, number, own.rank, exchange, of_parameters=is_of)
             round = Round(one, rule, phase, sums)
             self._rules.add(rule)
             self.rounds.append(round)

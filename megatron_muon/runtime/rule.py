@@ -183,6 +183,7 @@ class Rule(ABC):
     counts_steps = False  # whether it wants ``start_step``
     asks_before = False  # whether it asks for sums of numbers_before
     asks_after = False  # whether it asks for sums of numbers_after
+    sums_parameters = False  # whether sums are over parameters with all their matrices
 
     @property
     def asks(self) -> bool:

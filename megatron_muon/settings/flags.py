@@ -12,7 +12,8 @@ from megatron_muon.settings.rows import OURS, UPSTREAM, Dialect, Flag, Row
 from megatron_muon.settings.rules import MATCHED
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
-MUONS = ("muon", "dist_muon")  # of the plugin; the second is Megatron's, layer by layer
+# of the plugin; the others are names of Megatron's alone, with all of its defaults
+MUONS = ("muon", "dist_muon", "adaptive_muon")
 # the argument that holds Megatron's own defaults, by dest
 KEPT = "megatron_muon_defaults"
 

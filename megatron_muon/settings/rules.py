@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "update_norm"]
@@ -26,6 +26,8 @@ class RuleRow:
     # scale modes that suit it; none: its updates have no scale
     scales: tuple[str, ...] = get_args(ScaleMode)
     adapts: bool = False  # whether its updates are not scale · direction
+    # whether its norms and scale are of whole weights, not of what is orthogonalized
+    of_weights: bool = False
     shares: bool = True  # whether several homes may share a matrix, as strips
     # bytes of second moments: of an element of a shard, of a row or column at its home
     moments: tuple[int, int] = (0, 0)
@@ -36,9 +38,9 @@ class RuleRow:
     @property
     def mixes(self) -> bool:
         """Whether other matrices of a run may have another rule: not where a state of
-        each element is its own, and not with a rule of one's own.
+        each element is its own, and not with Emerging-Optimizers' or one's own.
         """
-        return self is not OWN and not self.moments[0]
+        return self is not OWN and not self.moments[0] and not self.of_weights
 
     @property
     def has_moments(self) -> bool:
@@ -112,6 +114,19 @@ RULES = {
 
 # fields of MuonConfig that only some rules have
 OF_RULES = frozenset().union(*(rule.settings for rule in RULES.values()))
+# Megatron's ``adaptive_muon``, by its moment2_method
+ADAPTIVE = "adaptive_"
+_NOT_MEGATRONS = "splits cautious_decay independent_decay momentum_warmup full_period"
+for _method in ("adamuon", "normuon", "namo"):
+    _, _, _class = RULES[_method].location.partition(":")
+    RULES[ADAPTIVE + _method] = replace(
+        RULES[_method],
+        says=f"{_method} as Emerging-Optimizers and Megatron's adaptive_muon have it",
+        location=f"megatron_muon.rules.adaptive_muon:Adaptive{_class}",
+        scales=get_args(ScaleMode)[:3],
+        of_weights=True,
+        refuses=dict.fromkeys(_NOT_MEGATRONS.split(), "which has no such thing"),
+    )
 
 
 def help_text() -> str:

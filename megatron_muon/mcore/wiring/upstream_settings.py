@@ -1,15 +1,15 @@
 """Settings of Megatron's own Muon from Python: fields of OptimizerConfig, and
 config_overrides.
 
-Fields are read as the flags of the same names. ``dist_muon`` is Megatron's name alone,
-so with it all fields count; ``muon`` is also the plugin's, so there only those unlike
-the core's default do.
+Fields are read as the flags of the same names. ``dist_muon`` and ``adaptive_muon`` are
+names of Megatron's alone, so with them all fields count; ``muon`` is also the plugin's,
+so there only those unlike the core's default do.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
 from megatron_muon.settings.rows import UPSTREAM
+from megatron_muon.settings.rules import ADAPTIVE
 from megatron_muon.settings.run_flags import RUN_ROWS
 
 # Settings that Megatron's own Muon has, too; ns_dtype is its muon_fp32_matmul_prec.
@@ -29,6 +30,8 @@ _SHARED = {"ns_dtype"} | {
     for field, row in ROWS.items()
     if any(flag.source == UPSTREAM for flag in row.flags)
 }
+# those of adaptive_muon
+_ADAPTIVE = {"rule", "moment2_beta2", "moment2_eps"}
 _TP_MODE = next(row for row in RUN_ROWS if row.named == "--muon-tp-mode")
 Asked = dict[str, list[str]]
 _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
@@ -47,16 +50,25 @@ def with_fields(
         ValueError: a field has no meaning here, or ``install()`` got one of Muon's
             settings, too.
     """
-    is_dist = optimizer_config.optimizer == "dist_muon"
-    if not changed and not is_dist:
+    optimizer = optimizer_config.optimizer
+    is_theirs = optimizer != "muon"
+    if not changed and not is_theirs:
         return config, []
-    _refuse_twice(config, changed or {"optimizer": "dist_muon"})
+    is_adaptive = optimizer == "adaptive_muon"
+    shared = _SHARED | _ADAPTIVE if is_adaptive else _SHARED
+    _refuse_twice(config, changed or {"optimizer": optimizer}, shared)
     defaults = own_muons_fields(optimizer_config)
-    usual = defaults["muon_tp_mode"] if is_dist else "duplicated"
+    usual = defaults["muon_tp_mode"] if is_theirs else "duplicated"
     mode = changed.get("muon_tp_mode", usual)
     args = Namespace(**{**changed, KEPT: defaults, "muon_tp_mode": "duplicated"})
+    if is_adaptive:
+        # up to core 0.18 there are no such fields
+        method = getattr(optimizer_config, "adaptive_muon_moment2_method", "adamuon")
+        args.muon_rule = f"{ADAPTIVE}{method}"
+        args.muon_moment2_beta2 = getattr(optimizer_config, "adaptive_muon_beta2", None)
+        args.muon_moment2_eps = getattr(optimizer_config, "adaptive_muon_eps", None)
     model = get_model_config(chunk)
-    args.muon_defaults = "upstream" if is_dist else None
+    args.muon_defaults = "upstream" if is_theirs else None
     args.tensor_model_parallel_size = model.tensor_model_parallel_size
     args.expert_tensor_parallel_size = model.expert_tensor_parallel_size
     # torch's word for products in fp32
@@ -70,8 +82,10 @@ def with_fields(
         raise ValueError(
             f"muon_* fields of OptimizerConfig, here as flags: {error}"
         ) from error
-    config = replace(config, **{name: getattr(theirs, name) for name in _SHARED})
-    counting = ", all of them (dist_muon)" if is_dist else f": {', '.join(changed)}"
+    config = replace(config, **{name: getattr(theirs, name) for name in shared})
+    counting = f": {', '.join(changed)}"
+    if is_theirs:
+        counting = f", all of them ({optimizer})"
     lines = [
         f"settings by muon_* fields of OptimizerConfig{counting}: scale "
         f"{config.matched_adamw_rms:g} × {config.scale_mode}, momentum "
@@ -81,9 +95,11 @@ def with_fields(
     return config, lines + blockwise_lines(args, "muon_tp_mode='blockwise'", mode)
 
 
-def _refuse_twice(config: MuonConfig, changed: Mapping[str, Any]) -> None:
+def _refuse_twice(
+    config: MuonConfig, changed: Mapping[str, Any], shared: Set[str]
+) -> None:
     twice = [
-        f"{name}={getattr(config, name)!r}" for name in sorted(config.given & _SHARED)
+        f"{name}={getattr(config, name)!r}" for name in sorted(config.given & shared)
     ]
     if twice:
         named = ", ".join(f"{name}={value!r}" for name, value in changed.items())

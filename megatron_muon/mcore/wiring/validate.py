@@ -172,12 +172,12 @@ def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
 def _faults_of_call(
     config: MuonConfig, optimizer_config: Any, arguments: Mapping[str, Any]
 ) -> Iterator[Exception]:
-    for name, value in fields_set(optimizer_config, "adaptive_muon_").items():
-        yield NotImplementedError(
-            f"OptimizerConfig.{name} ({value!r}) is of Megatron's adaptive_muon, whose "
-            f"updates are not those of the papers and are not made here yet: give "
-            f"{named('rule')} normuon, adamuon or namo with {named('moment2_beta2')} "
-            f"and {named('moment2_eps')}, and leave the field at its default"
+    adaptive = fields_set(optimizer_config, "adaptive_muon_")
+    if adaptive and optimizer_config.optimizer != "adaptive_muon":
+        yield ValueError(
+            f"OptimizerConfig.{', '.join(adaptive)} is of optimizer='adaptive_muon', "
+            f"and the optimizer is {optimizer_config.optimizer!r}: give that, or leave "
+            "it at its default"
         )
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
         yield ValueError(

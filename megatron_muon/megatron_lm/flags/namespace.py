@@ -21,7 +21,7 @@ from megatron_muon.settings.flags import (
     upstream_value,
     written,
 )
-from megatron_muon.settings.rules import MATCHED
+from megatron_muon.settings.rules import ADAPTIVE, MATCHED
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -43,23 +43,36 @@ def is_on(args: Any) -> bool:
     return bool(getattr(args, "megatron_muon", False))
 
 
-def rename_dist_muon(args: Namespace) -> list[str]:
-    """Make ``dist_muon`` Muon with Megatron's own defaults, as from Python; lines to
-    print.
+def rename_megatrons(args: Namespace) -> list[str]:
+    """Make ``dist_muon`` and ``adaptive_muon`` Muon with Megatron's own defaults, as
+    from Python; lines to print.
 
-    Up to core 0.15 Megatron has neither the name nor defaults, so there it is ``muon``
-    alone.
+    Up to core 0.15 Megatron has neither the names nor defaults, so there they are
+    ``muon`` alone, with its rule.
+
+    Raises:
+        ValueError: ``adaptive_muon`` with a rule that is not one of its own.
     """
-    if args.optimizer != "dist_muon":
+    given = args.optimizer
+    if given == "muon":
         return []
     args.optimizer = "muon"
     name = "--optimizer muon"
+    if given == "adaptive_muon":
+        args.muon_rule = written(args, "muon_rule") or f"{ADAPTIVE}adamuon"
+        if not args.muon_rule.startswith(ADAPTIVE):
+            raise ValueError(
+                f"--optimizer adaptive_muon with --muon-rule {args.muon_rule}, which "
+                f"is another update: give {ADAPTIVE}{args.muon_rule} for that of "
+                "Megatron, or --optimizer muon"
+            )
+        name += f" --muon-rule {args.muon_rule}"
     defaults = upstream_defaults(args)
     if defaults:
         args.muon_defaults = written(args, "muon_defaults") or "upstream"
         name += f" --muon-defaults {args.muon_defaults}"
     lines = [
-        f"--optimizer dist_muon is megatron_muon's Muon here; its name is {name} "
+        f"--optimizer {given} is megatron_muon's Muon here; its name is {name} "
         "(--muon-backend upstream leaves it to Megatron's own)"
     ]
     if written(args, "muon_tp_mode") is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.slices import Matrix
+from megatron_muon.planning.slices import Slice
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.messages import Exchange
 
@@ -30,27 +30,38 @@ class SliceSums:
         number: of the round.
         rank: of the stage.
         exchange: of this rank; its group adds, on its device.
+        of_parameters: adds over all matrices of a parameter.
     """
 
     def __init__(
-        self, plan: ExchangePlan, number: int, rank: int, exchange: Exchange
+        self,
+        plan: ExchangePlan,
+        number: int,
+        rank: int,
+        exchange: Exchange,
+        *,
+        of_parameters: bool = False,
     ) -> None:
-        matrices = plan.matrices
+        def whole(one: Slice) -> int:
+            if of_parameters:
+                return one.parameter
+            strip = plan.matrices[one.matrix].strip
+            # the first strip stands for its matrix
+            return one.matrix if strip is None else one.matrix - strip.number
+
         in_round = set(plan.rounds[number])
         here = [one for one in plan.slices if one.parameter in in_round]
         # each slice once, those of a matrix one after another
         counted = [one for one in here if not one.replica]
-        counted.sort(
-            key=lambda one: (_whole_of(one.matrix, matrices), one.matrix, one.start)
-        )
+        counted.sort(key=lambda one: (whole(one), one.matrix, one.start))
         place_of = {id(one): place for place, one in enumerate(counted)}
         places: dict[int, list[int]] = {}  # of a matrix's slices
         for place, one in enumerate(counted):
-            places.setdefault(_whole_of(one.matrix, matrices), []).append(place)
+            places.setdefault(whole(one), []).append(place)
         width = max(map(len, places.values()), default=0)
         for row in places.values():
             row += [len(counted)] * (width - len(row))  # a zero's place
-        row_of = {whole: row for row, whole in enumerate(places)}
+        row_of = {key: row for row, key in enumerate(places)}
         mine = [one for one in here if one.rank == rank]
         mine.sort(key=lambda one: (one.parameter, one.elements))  # the table's order
         sources = [at for at, one in enumerate(mine) if not one.replica]
@@ -63,9 +74,7 @@ class SliceSums:
         self._sources = index(sources)
         self._places = index([place_of[id(mine[at])] for at in sources])
         self._rows = index(list(places.values())).view(len(places), width)
-        self._row_of_slice = index(
-            [row_of[_whole_of(one.matrix, matrices)] for one in mine]
-        )
+        self._row_of_slice = index([row_of[whole(one)] for one in mine])
 
     def over_matrices(self, numbers: Tensor) -> Tensor:
         """The sums over each slice's matrix, from the numbers of the slices here.
@@ -86,9 +95,3 @@ class SliceSums:
         by_matrix = every.index_select(0, self._rows.view(-1))
         sums = by_matrix.view(*self._rows.shape, *of_slice).sum(dim=1)
         return sums.index_select(0, self._row_of_slice)
-
-
-def _whole_of(matrix: int, matrices: Sequence[Matrix]) -> int:
-    """The index of a matrix; of the first strip where it is one of several."""
-    strip = matrices[matrix].strip
-    return matrix if strip is None else matrix - strip.number
