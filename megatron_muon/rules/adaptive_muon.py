@@ -16,7 +16,7 @@ orthogonalized in parts. So are the norms; normuon's parts may have several home
 there a weight is one matrix (``routing.by_pattern``).
 
 Source: ``adaptive_muon.py`` of v0.3.0 to v0.4.0
-(https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/v0.4.0/emerging_optimizers/orthogonalized_optimizers/adaptive_muon.py).
+(https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/925e1bfe32b37f5e3d52afdbeb24cfaf2df85c00/emerging_optimizers/orthogonalized_optimizers/adaptive_muon.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class AdaptiveAdaMuonRound(MuonRound):
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         """Advance v, and update the shards; both stay where a matrix is not finite."""
         config = self._numerics.config
+        weight = 1.0 - config.moment2_beta2
         moments = [each.state(MOMENT2_KEY) for each in shards]
         directions = [result.float() for result in results]
         slices = cut_into_slices(moments, self._table)
         for x, moment in zip(directions, slices, strict=True):
-            after = moment.lerp(x.square(), 1.0 - config.moment2_beta2)
-            moment.copy_(after.where(x[0].isfinite(), moment))
+            is_sound = x[0].isfinite()
+            # without a name, so that the next slice's does not lie beside it
+            moment.copy_(moment.lerp(x.square(), weight).where(is_sound, moment))
             x.div_(moment.sqrt().add_(config.moment2_eps))
         super().after_scatter(shards, directions)
         for each, moment in zip(shards, moments, strict=True):

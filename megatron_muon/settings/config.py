@@ -76,7 +76,11 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             muon's step of the direction of the momentum's signs, each element divided
             by the root of its second moment (AdaMuon, arXiv 2507.11005). namo: muon's
             step and decay, times the norm of the momentum over the root of a second
-            moment of the gradient's norm (NAMO, arXiv 2602.17080). Default: 'muon'.
+            moment of the gradient's norm (NAMO, arXiv 2602.17080). adaptive_adamuon:
+            adamuon as Megatron's adaptive_muon has it (Emerging-Optimizers).
+            adaptive_normuon: normuon as Megatron's adaptive_muon has it
+            (Emerging-Optimizers). adaptive_namo: namo as Megatron's adaptive_muon has
+            it (Emerging-Optimizers). Default: 'muon'.
         radii: With rule hyperball, the Frobenius norm of the matrices whose names match
             a pattern, of each head or expert that is orthogonalized alone. Default: ().
         moment2_beta2: With a rule that has second moments, beta2 in v <- beta2 v + (1 -

@@ -121,7 +121,7 @@ for _method in ("adamuon", "normuon", "namo"):
     _, _, _class = RULES[_method].location.partition(":")
     RULES[ADAPTIVE + _method] = replace(
         RULES[_method],
-        says=f"{_method} as Emerging-Optimizers and Megatron's adaptive_muon have it",
+        says=f"{_method} as Megatron's adaptive_muon has it (Emerging-Optimizers)",
         location=f"megatron_muon.rules.adaptive_muon:Adaptive{_class}",
         scales=get_args(ScaleMode)[:3],
         of_weights=True,

@@ -163,7 +163,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "adaptive_muon's moments": (
         {"optimizer": {"adaptive_muon_beta2": 0.9}},
-        "OptimizerConfig.adaptive_muon_beta2 (0.9) is of Megatron's adaptive_muon",
+        "OptimizerConfig.adaptive_muon_beta2 is of optimizer='adaptive_muon', and the",
     ),
     "layer-wise": (
         {"late": {"use_layer_wise_distributed_optimizer": True}},

@@ -113,7 +113,10 @@ SEVERAL = replace(
 )
 
 
-@pytest.mark.parametrize("rule", ["hyperball", "adamuon", "namo", "several"])
+@pytest.mark.parametrize(
+    "rule",
+    ["hyperball", "adamuon", "namo", "several", "adaptive_adamuon", "adaptive_namo"],
+)
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
 def test_sums_over_matrices_cost_their_launches_and_memory(
     rule: str, tp: int, dp: int

@@ -28,6 +28,7 @@ class _Sums(NamedTuple):
     after: int
     launches: int  # of a slice
     blends: int  # more of them without the fused kernels
+    of_round: int = _OF_ROUND  # launches; 0 where no sums are asked for
 
 
 _OF_RULE = {
@@ -38,12 +39,17 @@ _OF_RULE = {
     "adamuon": _Sums(14, 138, 19, 0),
     # before: the gradient and what is orthogonalized, their squares, and sums of these
     "namo": _Sums(56, 0, 11, 4),
+    "adaptive_namo": _Sums(56, 0, 11, 4),
+    # after: the direction to fp32, its square, a moment, which stays if that is not
+    # finite, its root and a quotient
+    "adaptive_adamuon": _Sums(0, 80, 12, 0, 0),
 }
 
 
 def asks(numerics: Numerics) -> bool:
     """Whether a run's rule asks for sums; each rank then has a message a round."""
-    return numerics.config.rule in _OF_RULE
+    rule = numerics.config.rule
+    return rule in _OF_RULE and _OF_RULE[rule].of_round > 0
 
 
 def before_gather(
@@ -92,15 +98,16 @@ def _numbers(
     """
     fused = numerics.on_gpu and numerics.config.elementwise == "auto"
     of_slice = sums.launches if fused else sums.launches + sums.blends
-    seconds = 2 * size.bit_length() * hardware.message_us * MICRO
-    return Cost(seconds) + stream(hardware, 0, of_slice * len(slices) + _OF_ROUND)
+    messages = 2 * size.bit_length() if sums.of_round else 0
+    cost = Cost(messages * hardware.message_us * MICRO)
+    return cost + stream(hardware, 0, of_slice * len(slices) + sums.of_round)
 
 
 def scratch_before(slices: Sequence[int], numerics: Numerics) -> int:
     """Bytes before anything of a round is staged: of the largest slice, what is
     orthogonalized and its square.
     """
-    if numerics.config.rule != "namo":
+    if not numerics.config.rule.endswith("namo"):
         return 0
     return 2 * _FP32 * max(slices, default=0)
 
@@ -110,7 +117,9 @@ def scratch_after(slices: Sequence[int], numerics: Numerics) -> int | None:
     match numerics.config.rule:
         case "hyperball":  # directions in fp32, and products
             return 2 * _FP32 * min(sum(slices), ELEMENTS_AT_ONCE)
-        case "adamuon":  # all directions in fp32; of a slice its moment and its square
+        case (
+            "adamuon" | "adaptive_adamuon"
+        ):  # all directions in fp32; of a slice its moment and its square
             wide = 0 if numerics.travels == "fp32" else _FP32 * sum(slices)
             return wide + 2 * _FP32 * max(slices, default=0)
     return None

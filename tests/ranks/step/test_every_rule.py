@@ -38,7 +38,13 @@ BY_PATTERN = (
     "*.linear_fc2.*:rule=muon",
     "*.linear_proj.*:rule=namo",
 )
-RULES = ("hyperball", "normuon", "adamuon", "namo", OWN, SEVERAL)
+ADAPTIVE: dict[str, tuple[tuple[str, Any], ...]] = {
+    # its elements are near 1 before they are scaled, not near 1 / √n
+    "adaptive_adamuon": (("scale_mode", "unit_rms_norm"),),
+    "adaptive_normuon": (("split_qkv", False),),  # its weights are one matrix
+    "adaptive_namo": (),
+}
+RULES = ("hyperball", "normuon", "adamuon", "namo", *ADAPTIVE, OWN, SEVERAL)
 MOE = replace(CASE, moe=True)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 # An element's error is that of a norm: a sum of at most 1e5 squares in fp32, by slice
@@ -54,6 +60,7 @@ def _by(rule: str, case: Case) -> Case:
     """The same with another rule; the later setting counts."""
     if rule == SEVERAL:
         return _with(case, ("by_pattern", BY_PATTERN))
+    case = _with(case, *ADAPTIVE.get(rule, ()))
     return _with(case, ("rule", rule))
 
 
@@ -90,9 +97,11 @@ if VERSION < (0, 18):
     del CASES["aligned shards"]  # megatron-core takes no layout of its buffers
 PAIRS = [
     (name, rule)
-    for name in CASES
+    for name, (case, _) in CASES.items()
     for rule in RULES
-    if rule != OWN or not name.startswith("shared")  # it gets whole matrices
+    # one gets whole matrices, others whole weights
+    if not (rule == OWN and name.startswith("shared"))
+    and not (rule in ADAPTIVE and "splits" in dict(case.muon))
 ]
 
 
@@ -208,7 +217,7 @@ def test_a_gradient_that_is_not_finite_leaves_its_matrix(
         assert torch.equal(value, (before if name == FC1 else plain)[name]), name
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ADAPTIVE])
 @pytest.mark.parametrize("column", [5, 90])
 def test_a_matrix_with_units_of_columns_stays_as_a_whole(
     column: int, rule: str

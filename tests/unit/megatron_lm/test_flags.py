@@ -9,7 +9,7 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import (
     differences,
-    rename_dist_muon,
+    rename_megatrons,
     restore_defaults,
     write_all,
 )
@@ -267,37 +267,45 @@ def test_a_megatron_without_a_muon_of_its_own_has_no_defaults_to_differ_from() -
 
 
 @WITH_MUON
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("dist_muon", ()), ("adaptive_muon", ("--muon-rule", "adaptive_adamuon"))],
+)
 @pytest.mark.parametrize("given", [(), ("--muon-momentum", "0.8", "--muon-nesterov")])
-def test_dist_muon_is_muon_with_megatrons_own_defaults(
-    version: str, given: tuple[str]
+def test_megatrons_names_are_muon_with_megatrons_own_defaults(
+    version: str, given: tuple[str, ...], name: str, rule: tuple[str, ...]
 ) -> None:
     """As from Python: Moonlight's scale would make the updates of its lines five times
     smaller.
     """
-    args = parsed(version, "--optimizer", "dist_muon", *given)
-    (line,) = rename_dist_muon(args)
-    assert (
-        "dist_muon is megatron_muon's Muon here; its name is --optimizer muon "
-        "--muon-def" in line
-    )
+    args = parsed(version, "--optimizer", name, *given)
+    (line,) = rename_megatrons(args)
+    new = " ".join(("--optimizer muon", *rule, "--muon-defaults"))
+    assert f"{name} is megatron_muon's Muon here; its name is {new} up" in line
     assert args.optimizer == "muon"
     assert muon_config(args) == config_of(
-        version, "--muon-defaults", "upstream", *given
+        version, "--muon-defaults", "upstream", *rule, *given
     )
-    assert rename_dist_muon(args) == []
-    own = parsed(
-        version, "--optimizer", "dist_muon", "--muon-defaults", "moonlight", *given
+    assert rename_megatrons(args) == []
+    own = parsed(version, "--optimizer", name, "--muon-defaults", "moonlight", *given)
+    assert rename_megatrons(own)[0].count(f"{new} moonlight") == 1
+    assert muon_config(own) == config_of(version, *rule, *given)
+
+
+def test_adaptive_muon_has_its_own_rules_alone() -> None:
+    args = parsed("0.19", "--optimizer", "adaptive_muon", "--muon-rule", "normuon")
+    with pytest.raises(ValueError, match="give adaptive_normuon for that of Megatron"):
+        rename_megatrons(args)
+    chosen = parsed(
+        "0.19", "--optimizer", "adaptive_muon", "--muon-rule", "adaptive_namo"
     )
-    assert (
-        rename_dist_muon(own)[0].count("--optimizer muon --muon-defaults moonlight")
-        == 1
-    )
-    assert muon_config(own) == config_of(version, *given)
+    rename_megatrons(chosen)
+    assert muon_config(chosen).rule == "adaptive_namo"
 
 
 def test_before_megatron_had_a_muon_dist_muon_is_muon_alone() -> None:
     args = parsed("0.12", "--optimizer", "dist_muon")
-    assert "its name is --optimizer muon (" in rename_dist_muon(args)[0]
+    assert "its name is --optimizer muon (" in rename_megatrons(args)[0]
     assert muon_config(args) == MuonConfig()
 
 
@@ -308,11 +316,11 @@ def test_dist_muon_over_tp_ranks_orthogonalizes_whole_matrices_and_warns(
     given = ("--optimizer", "dist_muon", "--tensor-model-parallel-size", "2")
     args = parsed(version, *given)
     by_default = args.megatron_muon_defaults["muon_tp_mode"]
-    lines = rename_dist_muon(args)
+    lines = rename_megatrons(args)
     assert ("warning: " in lines[-1]) == (by_default == "blockwise")
     assert muon_config(args) == config_of(version, "--muon-defaults", "upstream")
     asked = parsed(version, *given, "--muon-tp-mode", "blockwise")
-    rename_dist_muon(asked)
+    rename_megatrons(asked)
     with pytest.raises(ValueError, match="--muon-tp-mode blockwise has no meaning"):
         muon_config(asked)
 

@@ -108,6 +108,8 @@ def test_adamw_may_have_some_flags_and_any_optimizer_the_cpu(
 @pytest.mark.parametrize("name", MUONS)
 def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
     given = ["--optimizer", name, "--muon-tp-mode", "blockwise"]
+    if name not in parser_of(version)._option_string_actions["--optimizer"].choices:
+        pytest.skip("no such optimizer of Megatron's")
     assert asks_for_muon(parsed(version, *given))
     args = parsed(version, *given, "--muon-backend", "upstream")
     assert not asks_for_muon(args)
