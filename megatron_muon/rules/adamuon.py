@@ -12,6 +12,15 @@ So the root mean square of an update is exactly what Muon's scale promises. ‖Y
 each unit, a sum over all slices of its matrix. V starts at zero without a correction,
 since a factor of V changes nothing. U has Nesterov's form unless ``nesterov`` is off;
 the paper's is M.
+
+The rule ``adaptive_adamuon`` is Megatron's ``adaptive_muon`` with this method, by
+Emerging-Optimizers
+(https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/925e1bfe32b37f5e3d52afdbeb24cfaf2df85c00/emerging_optimizers/orthogonalized_optimizers/adaptive_muon.py):
+X is the direction of U, without signs, and Y has no norm of its own::
+
+    W ← (1 - lr·λ)·W - lr·scale·X / (√V + ε)
+
+The scale is that of the whole weight, also where QKV is orthogonalized in parts.
 """
 
 from __future__ import annotations
@@ -26,6 +35,7 @@ from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.rules.muon import (
     MOMENT2_KEY,
     Muon,
+    MuonRound,
     at_once,
 )
 from megatron_muon.rules.slice_units import UnitRound
@@ -127,3 +137,29 @@ class AdaMuonRound(UnitRound):
             x.div_(moment.sqrt().add_(self._eps)).mul_(factor).mul_(ends[number])
         super().after_scatter(shards, directions)
         put_back(shards, MOMENT2_KEY, whole)
+
+
+class AdaptiveAdaMuonRound(MuonRound):
+    """The work of ``adaptive_adamuon`` in one round on one rank."""
+
+    def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
+        """Advance v, and update the shards; both stay where a matrix is not finite."""
+        config = self._numerics.config
+        weight = 1.0 - config.moment2_beta2
+        moments = [each.state(MOMENT2_KEY) for each in shards]
+        directions = [result.float() for result in results]
+        slices = cut_into_slices(moments, self._table)
+        for x, moment in zip(directions, slices, strict=True):
+            is_sound = x[0].isfinite()
+            # without a name, so that the next slice's does not lie beside it
+            moment.copy_(moment.lerp(x.square(), weight).where(is_sound, moment))
+            x.div_(moment.sqrt().add_(config.moment2_eps))
+        super().after_scatter(shards, directions)
+        put_back(shards, MOMENT2_KEY, moments)
+
+
+class AdaptiveAdaMuon(Muon):
+    """The rule ``adaptive_adamuon`` for the matrices of one stage: see ``Muon``."""
+
+    states_after = (MOMENT2_KEY,)
+    kind_of_round = AdaptiveAdaMuonRound

@@ -106,8 +106,10 @@ class Muon(Rule):
         # plan
         self.flops = plan.flops
         self.configs = [numerics.where(each.own).config for each in plan.matrices]
+        # whether norms and scale are of whole weights
+        self.of_weights = row_of(numerics.config.rule).of_weights
         scaled: Sequence[Matrix | Parameter] = plan.matrices
-        if row_of(numerics.config.rule).of_weights:
+        if self.of_weights:
             scaled = [plan.parameters[matrix.parameter] for matrix in plan.matrices]
         self.scales = [
             update_scale(*one.whole, config)

@@ -18,6 +18,15 @@ The paper and its code
 have v of rows, also where they are the short side; orthogonal rows all have
 the same norm. Here the long side has it, as in Emerging-Optimizers' ``AdaptiveMuon``
 and in the record of modded-nanogpt; so a weight's transpose is updated alike.
+
+The rule ``adaptive_normuon`` is Megatron's ``adaptive_muon`` with this method, by
+Emerging-Optimizers
+(https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/925e1bfe32b37f5e3d52afdbeb24cfaf2df85c00/emerging_optimizers/orthogonalized_optimizers/adaptive_muon.py)::
+
+    Y = X / √max(v, ε)
+    X ← ‖X‖ · Y / ‖Y‖
+
+Its norms are those of a whole weight, so there fused QKV is one matrix.
 """
 
 from __future__ import annotations
@@ -125,6 +134,7 @@ class NorMuonRound(MuonRound):
             line: a number that is not finite where the direction is not (``Findings``).
             sharers: the homes that have its other parts, if any.
         """
+        config = self._numerics.config
         is_tall, short = whole[0] >= whole[1], min(whole)
         squares = [_squares(part, is_tall) for part in parts]
         moved = _sum([one.sum() for one in squares], sharers)
@@ -132,27 +142,23 @@ class NorMuonRound(MuonRound):
         inverses: list[Tensor] = []
         for moment, square in zip(moments, squares, strict=True):
             mean = (square / short).where(moves, moment)
-            moment.lerp_(mean, 1.0 - self._numerics.config.moment2_beta2)
-            inverses.append(self._inverse(moment))
+            moment.lerp_(mean, 1.0 - config.moment2_beta2)
+            root = moment.sqrt() + config.moment2_eps
+            if self._muon.of_weights:
+                root = moment.clamp_min(config.moment2_eps).sqrt()
+            inverses.append(1.0 / root)
         sums = [
             (inverse.square() * square).sum()
             for inverse, square in zip(inverses, squares, strict=True)
         ]
         norm = _sum(sums, sharers).sqrt()
+        wanted = moved.sqrt() if self._muon.of_weights else math.sqrt(short)
         for part, inverse in zip(parts, inverses, strict=True):
-            factor = (inverse * (self._norm(moved, short) / norm)).where(moves, 1.0)
+            factor = (inverse * (wanted / norm)).where(moves, 1.0)
             across = [1] * (part.dim() - 1)
             part.mul_(
                 factor.view(-1, *across) if is_tall else factor.view(part[0].shape)
             )
-
-    def _inverse(self, moment: Tensor) -> Tensor:
-        """What directions are multiplied by, of each row or column."""
-        return 1.0 / (moment.sqrt() + self._numerics.config.moment2_eps)
-
-    def _norm(self, squares: Tensor, short: int) -> Tensor | float:
-        """The norm that a unit's direction gets; ``squares`` is the sum of its own."""
-        return math.sqrt(short)
 
 
 def _squares(part: Tensor, is_tall: bool) -> Tensor:

@@ -118,11 +118,10 @@ OF_RULES = frozenset().union(*(rule.settings for rule in RULES.values()))
 ADAPTIVE = "adaptive_"
 _NOT_MEGATRONS = "splits cautious_decay independent_decay momentum_warmup full_period"
 for _method in ("adamuon", "normuon", "namo"):
-    _, _, _class = RULES[_method].location.partition(":")
     RULES[ADAPTIVE + _method] = replace(
         RULES[_method],
         says=f"{_method} as Megatron's adaptive_muon has it (Emerging-Optimizers)",
-        location=f"megatron_muon.rules.adaptive_muon:Adaptive{_class}",
+        location=RULES[_method].location.replace(":Ada", ":AdaptiveAda"),
         scales=get_args(ScaleMode)[:3],
         of_weights=True,
         refuses=dict.fromkeys(_NOT_MEGATRONS.split(), "which has no such thing"),

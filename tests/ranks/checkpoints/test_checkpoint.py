@@ -100,6 +100,10 @@ KINDS = {
         replace(MOE, muon=(("rule", "namo"), ("split_matrices", 2))),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
     ),
+    "second moments of whole weights": (
+        replace(MOE, muon=(("rule", "adaptive_namo"), ("split_matrices", 2))),
+        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+    ),
     "second moments at homes": (
         replace(MOE, muon=(("rule", "normuon"), ("split_matrices", 2))),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),

@@ -143,6 +143,7 @@ BY_OTHERS = [
     (MUON, ELEMENTS),
     (NAMO, CASE),
     (CASE, NAMO),
+    (ELEMENTS, replace(MUON, muon=(*MUON.muon, ("rule", "adaptive_adamuon")))),
     *(
         tuple(replace(case, moe=True, dense_layers=1) for case in pair)
         for pair in ((CASE, ELEMENTS), (ELEMENTS, CASE))
@@ -150,7 +151,7 @@ BY_OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("cases", BY_OTHERS, ids=range(7))
+@pytest.mark.parametrize("cases", BY_OTHERS, ids=range(8))
 @pytest.mark.parametrize("format", formats())
 def test_a_checkpoint_of_another_rule_has_none_and_they_start_at_zero(
     format: str, cases: tuple[Case, Case], tmp_path: Path
