@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from megatron_muon.lab.pricing import memory
-from megatron_muon.lab.pricing.hardware import GIGA, TERA
+from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.pricing.step import price_step
+from megatron_muon.lab.pricing.step import around, price_step, python
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, traffic_of
 from megatron_muon.orthogonalize.iteration import (
     ns_flops,
@@ -25,9 +26,12 @@ from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from megatron_muon.settings.rules import row_of
 from megatron_muon.settings.update import ElementwiseBy, MomentumDtype
+from support.gpu.predicted import predicted
 from support.small_squares import rows_of_small_squares
-from support.virtual_gpu.plans import small_plan
+from support.virtual_gpu.plans import flags_of, small_plan
+from support.virtual_gpu.runs import Run, record_megatron
 from support.virtual_gpu.step import record_step
+from support.virtual_gpu.trace import Kernel
 
 CONFIG = MuonConfig(preset="fast")
 MIB = 1 << 20
@@ -67,6 +71,28 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     recorded = record_step(plan, 0, config, steps=2).launches
     step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
     assert abs(step.launches - recorded) < 0.1 * recorded
+
+
+def test_norm_clip_and_copy_have_the_virtual_gpus_bytes() -> None:
+    """And copies are launched one by one, which the host pays for."""
+    run = Run(dp=1, overlap=False, clip=1e-9)
+    moved = Counter[str]()
+    copies = 0
+    for event in record_megatron(run, 0).step:
+        if isinstance(event, Kernel) and event.phase == "optimizer":
+            spans = (*event.reads, *event.writes)
+            moved[event.name] += sum(stop - start for _, start, stop in spans)
+            copies += event.name == "copy_"
+    expected = predicted(flags_of(run.words()), MuonConfig(), "cuda")
+    priced = around(expected.optimizers, H100)
+    for name, kernel in (("norm", "l2norm"), ("clip", "scale")):
+        nbytes = moved[f"multi_tensor_{kernel}"]
+        assert priced[name] * H100.memory == pytest.approx(nbytes, abs=4.1), name
+    assert priced["copy"] * H100.memory == pytest.approx(moved["copy_"])
+    shard = (H100.shard_us + H100.launch_us) * MICRO
+    assert 1 < python(expected.optimizers, H100) / shard < copies
+    packed = [replace(one, held=WIDE._replace(main=2)) for one in expected.optimizers]
+    assert around(packed, H100) == priced | {"copy": 0.0}
 
 
 @pytest.mark.parametrize("elementwise", ["auto", "foreach"])

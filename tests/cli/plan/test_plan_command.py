@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_a_period_is_priced_as_its_mean_step() -> None:
         )
     )
     assert (every.full, every.block) == (None, None) and period.full == every.seconds
-    assert 0 < period.block < period.full
+    assert 0 < period.block < period.full and period.whole > period.seconds
+    assert replace(period, launching=9.0).whole == 9.0
     assert period.seconds == pytest.approx((period.full + 4 * period.block) / 5)
 
 
