@@ -41,8 +41,8 @@ _H100: Mapping[str, tuple[Any, str]] = {
     "phase_us": (30.0, "assumption: Python of a phase, its tables made before"),
     "shard_us": (
         30.0,
-        "assumption, from 15 to 40: tests/figures/host_times.py measures 40 on a slow "
-        "core, Megatron's part included",
+        "assumption, from 15 to 40: 32 on a slow core, Megatron's part included, by "
+        "tests/figures/host_times.py",
     ),
     "node_gbytes": (450.0, f"{_SHEET}: NVLink 900 GB/s, half of it each way"),
     "node_efficiency": (
