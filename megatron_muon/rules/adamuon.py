@@ -35,7 +35,6 @@ from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.rules.muon import (
     MOMENT2_KEY,
     Muon,
-    MuonRound,
     at_once,
 )
 from megatron_muon.rules.slice_units import UnitRound
@@ -84,6 +83,8 @@ class AdaMuonRound(UnitRound):
     ) -> None:
         """As Muon does, with the signs of U; what is not finite stays so."""
         super().before_gather(shards, into, moves, sums)
+        if self._muon.of_weights:
+            return
         sent = [target for target in into if target is not None]
         for _, (targets,) in at_once(sent) if sent else ():
             zeros = torch._foreach_mul(targets, 0.0)  # the sign of NaN is 0
@@ -126,6 +127,9 @@ class AdaMuonRound(UnitRound):
         sound = sums.isfinite().all(dim=1, keepdim=True)
         moves = sound & (sums > 0)
         ends = [math.sqrt(min(matrix.whole)) for matrix in self._units.matrices]
+        if self._muon.of_weights:  # Y has the norm that it has
+            sums = torch.ones_like(sums)
+            ends = [1.0] * len(ends)
         factors = (1.0 / sums.sqrt()).where(moves, 0.0)
         factors = factors.where(sound, torch.nan)
         weights = torch.where(moves, 1.0 - self._beta2, 0.0)
@@ -137,29 +141,3 @@ class AdaMuonRound(UnitRound):
             x.div_(moment.sqrt().add_(self._eps)).mul_(factor).mul_(ends[number])
         super().after_scatter(shards, directions)
         put_back(shards, MOMENT2_KEY, whole)
-
-
-class AdaptiveAdaMuonRound(MuonRound):
-    """The work of ``adaptive_adamuon`` in one round on one rank."""
-
-    def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
-        """Advance v, and update the shards; both stay where a matrix is not finite."""
-        config = self._numerics.config
-        weight = 1.0 - config.moment2_beta2
-        moments = [each.state(MOMENT2_KEY) for each in shards]
-        directions = [result.float() for result in results]
-        slices = cut_into_slices(moments, self._table)
-        for x, moment in zip(directions, slices, strict=True):
-            is_sound = x[0].isfinite()
-            # without a name, so that the next slice's does not lie beside it
-            moment.copy_(moment.lerp(x.square(), weight).where(is_sound, moment))
-            x.div_(moment.sqrt().add_(config.moment2_eps))
-        super().after_scatter(shards, directions)
-        put_back(shards, MOMENT2_KEY, moments)
-
-
-class AdaptiveAdaMuon(Muon):
-    """The rule ``adaptive_adamuon`` for the matrices of one stage: see ``Muon``."""
-
-    states_after = (MOMENT2_KEY,)
-    kind_of_round = AdaptiveAdaMuonRound

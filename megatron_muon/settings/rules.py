@@ -121,7 +121,6 @@ for _method in ("adamuon", "normuon", "namo"):
     RULES[ADAPTIVE + _method] = replace(
         RULES[_method],
         says=f"{_method} as Megatron's adaptive_muon has it (Emerging-Optimizers)",
-        location=RULES[_method].location.replace(":Ada", ":AdaptiveAda"),
         scales=get_args(ScaleMode)[:3],
         of_weights=True,
         refuses=dict.fromkeys(_NOT_MEGATRONS.split(), "which has no such thing"),

@@ -14,6 +14,7 @@ from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost, stream
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
+from megatron_muon.settings.rules import ADAPTIVE
 
 _FP32 = 4
 _OF_ROUND = 50  # launches, for the numbers of all slices together
@@ -28,7 +29,6 @@ class _Sums(NamedTuple):
     after: int
     launches: int  # of a slice
     blends: int  # more of them without the fused kernels
-    of_round: int = _OF_ROUND  # launches; 0 where no sums are asked for
 
 
 _OF_RULE = {
@@ -39,17 +39,15 @@ _OF_RULE = {
     "adamuon": _Sums(14, 138, 19, 0),
     # before: the gradient and what is orthogonalized, their squares, and sums of these
     "namo": _Sums(56, 0, 11, 4),
+    # without signs; as namo
+    "adaptive_adamuon": _Sums(0, 138, 19, 0),
     "adaptive_namo": _Sums(56, 0, 11, 4),
-    # after: the direction to fp32, its square, a moment, which stays if that is not
-    # finite, its root and a quotient
-    "adaptive_adamuon": _Sums(0, 80, 12, 0, 0),
 }
 
 
 def asks(numerics: Numerics) -> bool:
     """Whether a run's rule asks for sums; each rank then has a message a round."""
-    rule = numerics.config.rule
-    return rule in _OF_RULE and _OF_RULE[rule].of_round > 0
+    return numerics.config.rule in _OF_RULE
 
 
 def before_gather(
@@ -98,28 +96,25 @@ def _numbers(
     """
     fused = numerics.on_gpu and numerics.config.elementwise == "auto"
     of_slice = sums.launches if fused else sums.launches + sums.blends
-    messages = 2 * size.bit_length() if sums.of_round else 0
-    cost = Cost(messages * hardware.message_us * MICRO)
-    return cost + stream(hardware, 0, of_slice * len(slices) + sums.of_round)
+    seconds = 2 * size.bit_length() * hardware.message_us * MICRO
+    return Cost(seconds) + stream(hardware, 0, of_slice * len(slices) + _OF_ROUND)
 
 
 def scratch_before(slices: Sequence[int], numerics: Numerics) -> int:
     """Bytes before anything of a round is staged: of the largest slice, what is
     orthogonalized and its square.
     """
-    if not numerics.config.rule.endswith("namo"):
+    if numerics.config.rule.removeprefix(ADAPTIVE) != "namo":
         return 0
     return 2 * _FP32 * max(slices, default=0)
 
 
 def scratch_after(slices: Sequence[int], numerics: Numerics) -> int | None:
     """Bytes while a round's shards are updated; None where they are Muon's."""
-    match numerics.config.rule:
+    match numerics.config.rule.removeprefix(ADAPTIVE):
         case "hyperball":  # directions in fp32, and products
             return 2 * _FP32 * min(sum(slices), ELEMENTS_AT_ONCE)
-        case (
-            "adamuon" | "adaptive_adamuon"
-        ):  # all directions in fp32; of a slice its moment and its square
+        case "adamuon":  # all directions in fp32; of a slice its moment and its square
             wide = 0 if numerics.travels == "fp32" else _FP32 * sum(slices)
             return wide + 2 * _FP32 * max(slices, default=0)
     return None

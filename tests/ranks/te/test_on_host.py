@@ -118,11 +118,12 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
         replace(HALVES, muon=(("rule", "adamuon"), *ONE_BY_ONE)),
         replace(HOSTED, muon=(("momentum_warmup", 2), ("cautious_decay", True))),
         replace(HALVES, muon=(("rule", "namo"), *ONE_BY_ONE)),
+        replace(HALVES, muon=(("rule", "adaptive_adamuon"), *ONE_BY_ONE)),
         replace(HALVES, muon=(("by_pattern", ("*.linear_fc1.*:rule=namo",)),)),
     ],
     ids=(
         "plain clip rounds halves half bf16 fp16 experts hyperball normuon adamuon "
-        "warm-up namo several"
+        "warm-up namo adaptive several"
     ).split(),
 )
 def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:

@@ -103,6 +103,7 @@ def _of_optimizer(held: Whole) -> Whole:
         {"muon": (("rule", "normuon"),)},
         {"muon": (("rule", "adamuon"),)},
         {"muon": (("rule", "namo"),)},
+        {"muon": (("rule", "adaptive_adamuon"),)},
         {"muon": (("by_pattern", ("*.linear_fc1.*:rule=namo",)),)},
     ],
     ids=[
@@ -117,6 +118,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "normuon",
         "adamuon",
         "namo",
+        "adaptive",
         "several",
     ],
 )
