@@ -5,10 +5,11 @@
 
 It runs in an environment with tests/requirements-rl.txt. The policy is the GPT of 0.9 M
 parameters that finetuning.py pretrains with AdamW. For each of 4 prompts, 16 bytes of
-held-out Python, it samples 8 responses of 12 bytes; the reward of one is its share of
-letters. verl makes the optimizer, the advantages (GRPO), the clipped loss and the step.
-Its rollouts need a GPU: here Megatron's model draws them itself. Each optimizer has
-several rates, the best one three seeds. Runs in the work folder are not repeated.
+held-out Python, it samples 8 responses of 12 bytes; the reward of one is its number of
+different letters over 12. verl makes the optimizer, the advantages (GRPO), the clipped
+loss and the step. Its rollouts need a GPU: here Megatron's model draws them itself.
+Each optimizer has several rates, the best one three seeds. Runs in the work folder are
+not repeated.
 """
 
 from __future__ import annotations
@@ -94,7 +95,12 @@ def _step(
     tokens = _rollout(model, text, chances)
     response = tokens[:, PROMPT:]
     mask = torch.ones(response.shape)
-    rewards = torch.isin(response, torch.tensor(LETTERS)).float() / RESPONSE
+    is_new = torch.stack(
+        [(response[:, :at] != response[:, at, None]).all(1) for at in range(RESPONSE)],
+        dim=1,
+    )
+    is_letter = torch.isin(response, torch.tensor(LETTERS))
+    rewards = (is_letter & is_new).float() / RESPONSE
     of_prompt = torch.arange(PROMPTS).repeat_interleave(GROUP).tolist()
     advantages, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, of_prompt)
 
