@@ -18,7 +18,6 @@ A norm below ``LEAST_NORM`` counts as zero, and zero normalized is zero.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import Muon, at_once, in_fp32
+from megatron_muon.rules.muon import Muon
 from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.engine import Engine, ParamGroups
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -140,28 +139,6 @@ class HyperballRound(UnitRound):
             rates += [each.lr] * len(sizes)
         return rates
 
-    def _by_unit(self, *lists: Sequence[Tensor]) -> Tensor:
-        """Sums of W², W·D and D² of each slice by unit, padded with zeros.
-
-        Args:
-            lists: its weights and its directions; or weights alone, for W².
-
-        Returns:
-            ``(slices, 3 · units)``, or ``(slices, units)``, fp32.
-        """
-        count = 3 if len(lists) == 2 else 1
-        shape = len(self._units.matrices), count, self._units.most
-        made = self._rule.radii.new_zeros(shape)
-        if self._whole:
-            of_whole = [[one[number] for number in self._whole] for one in lists]
-            made[:, :, 0].index_copy_(0, self._wholes, _sums(*of_whole))
-        for number in self._parts:
-            some = [one[number].float() for one in lists]
-            pairs = itertools.combinations_with_replacement(some, 2)
-            for at, (one, other) in enumerate(pairs):
-                made[number, at] = self._units.sums(number, one * other)
-        return made.flatten(1)
-
 
 def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii:
     """The Frobenius norms of units of matrices with a slice here.
@@ -181,38 +158,3 @@ def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii
 
 def _root_mean(numbers: Sequence[float]) -> float:
     return math.hypot(*numbers) / math.sqrt(len(numbers))
-
-
-def _sums(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:
-    """W², W·D and D² of each slice, ``(slices, 3)`` fp32; W² without directions.
-
-    Args:
-        weights: of each slice, ``(n,)`` fp32.
-        others: the directions of the slices, if any, each ``(n,)``.
-    """
-    width = 3 if others else 1
-    found: list[list[Tensor]] = [[] for _ in weights]
-    for numbers, tensors in at_once(weights, *others):
-        columns = _of_parts(*tensors)
-        for number, of_part in zip(numbers, zip(*columns, strict=True), strict=True):
-            found[number] += of_part
-    flat = list(itertools.chain.from_iterable(found))
-    parts = torch.stack(flat).view(-1, width)
-    parts[:, ::2].square_()  # norms
-    if len(parts) == len(found):
-        return parts
-    counts = [len(of_slice) // width for of_slice in found]
-    of_slices = torch.split(parts, counts)
-    return torch.stack([each.sum(dim=0) for each in of_slices])
-
-
-def _of_parts(
-    weights: list[Tensor], directions: list[Tensor] | None = None
-) -> list[Sequence[Tensor]]:
-    """‖W‖, W·D and ‖D‖ of each; ‖W‖ alone without directions."""
-    norms = torch._foreach_norm(weights)
-    if directions is None:
-        return [norms]
-    wide = in_fp32(directions)
-    products = torch._foreach_mul(weights, wide)
-    return [norms, [each.sum() for each in products], torch._foreach_norm(wide)]

@@ -92,36 +92,27 @@ class NamoRound(UnitRound):
         self._rule = rule
         rows = [rule.home_state.row_of[matrix] for matrix in table.matrices]
         self._rows = torch.tensor(rows, dtype=torch.int64, device=rule.device)
+        self._mus = [rule.configs[matrix].momentum for matrix in table.matrices]
+        # U is a·G + b·M: b², 2·a·b and a² of each slice, ``(slices, 3, 1)``
+        mus = torch.tensor(self._mus, device=rule.device)
+        nesterov = rule.numerics.config.nesterov
+        a = 1.0 + mus if nesterov else torch.ones_like(mus)
+        b = mus * mus if nesterov else mus
+        self._of_used = torch.stack([b * b, 2.0 * a * b, a * a], dim=1)[..., None]
         # from before_gather to after_scatter: α of each slice's units, ``(slices,
         # units)``, and what v and 1 - β2ᵗ become, ``(slices, units, 2)``
         self._alphas = torch.empty(0)
         self._after = torch.empty(0)
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
-        """G² and U² of each slice by unit, ``(slices, 2 · units)`` fp32."""
+        """M², M·G and G² of each slice by unit, ``(slices, 3 · units)`` fp32, with M
+        before this step.
+        """
         momenta = [each.state(MOMENTUM_KEY) for each in shards]
         grads = [each.grad for each in shards]
-        rows: list[Tensor] = []
-        of_slices = zip(
-            cut_into_slices(momenta, self._table),
-            cut_into_slices(grads, self._table),
-            self._mus(),
-            strict=True,
+        return self._by_unit(
+            cut_into_slices(momenta, self._table), cut_into_slices(grads, self._table)
         )
-        for number, (momentum, grad, mu) in enumerate(of_slices):
-            rows.append(self._units.sums(number, grad.float().square()))
-            rows.append(self._units.sums(number, self._squares(momentum, grad, mu)))
-        if not rows:
-            return torch.zeros(0, 2 * self._units.most, device=self._device)
-        return torch.stack(rows).view(-1, 2 * self._units.most)
-
-    def _squares(self, momentum: Tensor, grad: Tensor, mu: float) -> Tensor:
-        """U² of each element; the momentum stays."""
-        grad = grad.float()
-        used = torch.add(grad, momentum, alpha=mu)
-        if self._numerics.config.nesterov:
-            used.mul_(mu).add_(grad)
-        return used.square_()
 
     def before_gather(
         self,
@@ -139,7 +130,9 @@ class NamoRound(UnitRound):
         if not self._table.matrices:
             return
         config = self._numerics.config
-        grads, useds = sums.view(len(sums), 2, -1).unbind(1)
+        numbers = sums.view(len(sums), 3, -1)
+        useds = (numbers * self._of_used).sum(dim=1).clamp_min(0.0)
+        grads = numbers[:, 2]
         acts = sums.isfinite().all(dim=1, keepdim=True) & (grads > 0)
         before = self._rule.home_state.rows.index_select(0, self._rows)
         news = torch.stack([grads, torch.ones_like(grads)], dim=2)
@@ -151,7 +144,7 @@ class NamoRound(UnitRound):
         self._alphas = self._alphas.where(acts, 0.0)
         # the weights of all gradients in U add up to 1 - μᵗ over 1 - μ
         steps = self._rule.steps + config.nesterov
-        means = [(1.0 - mu) / (1.0 - mu**steps) for mu in self._mus()]
+        means = [(1.0 - mu) / (1.0 - mu**steps) for mu in self._mus]
         torch._foreach_mul_(list(self._alphas.unbind()), means)
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
@@ -174,8 +167,3 @@ class NamoRound(UnitRound):
         slices = cut_into_slices(params, self._table)
         self._blend(slices, results, keep, factor)
         put_back(shards, MAIN_KEY, params)
-
-    def _mus(self) -> list[float]:
-        """μ of each slice in this step."""
-        configs = [self._muon.configs[matrix] for matrix in self._table.matrices]
-        return [config.momentum for config in configs]

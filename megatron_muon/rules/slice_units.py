@@ -6,6 +6,7 @@ Slices have parts of several units only where units are ranges of columns
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import Muon, MuonRound
+from megatron_muon.rules.muon import Muon, MuonRound, at_once, in_fp32
 from megatron_muon.runtime.exchange.sharers import Sharers
 
 
@@ -104,3 +105,60 @@ class UnitRound(MuonRound):
             factors = self._units.spread(number, factor[number], weight.numel())
             update = directions[number].float() * factors
             weight.mul_(keeps).sub_(update.masked_fill_(factors == 0.0, 0.0))
+
+    def _by_unit(self, *lists: Sequence[Tensor]) -> Tensor:
+        """Sums of A², A·B and B² of each slice by unit, padded with zeros.
+
+        Args:
+            lists: A, fp32, and B of each slice; or A alone, for A².
+
+        Returns:
+            ``(slices, 3 · units)``, or ``(slices, units)``, fp32.
+        """
+        count = 3 if len(lists) == 2 else 1
+        shape = len(self._units.matrices), count, self._units.most
+        made = torch.zeros(shape, device=self._device)
+        if self._whole:
+            of_whole = [[one[number] for number in self._whole] for one in lists]
+            made[:, :, 0].index_copy_(0, self._wholes, _sums(*of_whole))
+        for number in self._parts:
+            some = [one[number].float() for one in lists]
+            pairs = itertools.combinations_with_replacement(some, 2)
+            for at, (one, other) in enumerate(pairs):
+                made[number, at] = self._units.sums(number, one * other)
+        return made.flatten(1)
+
+
+def _sums(tensors: Sequence[Tensor], *others: Sequence[Tensor]) -> Tensor:
+    """A², A·B and B² of each slice, ``(slices, 3)`` fp32; A² without B.
+
+    Args:
+        tensors: A of each slice, ``(n,)`` fp32.
+        others: B of the slices, if any, each ``(n,)``.
+    """
+    width = 3 if others else 1
+    found: list[list[Tensor]] = [[] for _ in tensors]
+    for numbers, parts_of in at_once(tensors, *others):
+        columns = _of_parts(*parts_of)
+        for number, of_part in zip(numbers, zip(*columns, strict=True), strict=True):
+            found[number] += of_part
+    flat = list(itertools.chain.from_iterable(found))
+    parts = torch.stack(flat).view(-1, width)
+    parts[:, ::2].square_()  # norms
+    if len(parts) == len(found):
+        return parts
+    counts = [len(of_slice) // width for of_slice in found]
+    of_slices = torch.split(parts, counts)
+    return torch.stack([each.sum(dim=0) for each in of_slices])
+
+
+def _of_parts(
+    tensors: list[Tensor], others: list[Tensor] | None = None
+) -> list[Sequence[Tensor]]:
+    """‖A‖, A·B and ‖B‖ of each; ‖A‖ alone without B."""
+    norms = torch._foreach_norm(tensors)
+    if others is None:
+        return [norms]
+    wide = in_fp32(others)
+    products = torch._foreach_mul(tensors, wide)
+    return [norms, [each.sum() for each in products], torch._foreach_norm(wide)]

@@ -61,10 +61,10 @@ class Round:
         """Advance the state of the shards, and send their slices to the homes."""
         here = self.here(shards)
         with self._phase(self._names.before_gather):
-            outgoing = self._exchange.outgoing()
             sums = None
-            if self._asks_before:
+            if self._asks_before:  # before messages take memory
                 sums = self.over_matrices(self.rule.numbers_before(here))
+            outgoing = self._exchange.outgoing()
             self.rule.before_gather(here, outgoing.slices, outgoing.moves, sums)
         with self._phase("muon/gather"):
             self._gathering = self._exchange.start_gather(outgoing)

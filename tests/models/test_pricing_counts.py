@@ -157,7 +157,8 @@ def test_sums_over_matrices_cost_their_launches_and_memory(
     # Muon's own that the price leaves out, up to 20 a round
     left_out = max(0.1 * recorded, 20 * len(plan.rounds))
     assert priced.launches == pytest.approx(recorded, abs=left_out)
-    _check_peaks(plan, config)
+    slices = Counter(one.rank for one in plan.slices)
+    _check_peaks(plan, config, blocks=3 * max(slices.values()))
 
 
 def _at_rest(config: MuonConfig) -> list[dict[str, int]]:
@@ -256,15 +257,19 @@ def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
 
 
 def _check_peaks(
-    plan: ExchangePlan, config: MuonConfig, steps_of_first: int = 2
+    plan: ExchangePlan, config: MuonConfig, steps_of_first: int = 2, blocks: int = 32
 ) -> None:
-    """Of the first ranks and the last one, whose shard and strip are others."""
+    """Of the first ranks and the last one, whose shard and strip are others.
+
+    Of a number, which the model does not have, the allocator takes a block of 512
+    bytes.
+    """
     held = WIDE if config.momentum_dtype == "fp32" else WIDE._replace(momentum=1)
     modelled = memory.peaks([plan], config, held=held)
     for rank in {*range(min(2, plan.size)), plan.size - 1}:
         steps = 1 if rank else steps_of_first  # a second step takes no more
         recorded = record_step(plan, rank, config, steps=steps).peak_bytes
-        assert abs(modelled[rank] - recorded) <= 0.02 * recorded + MIB / 64
+        assert abs(modelled[rank] - recorded) <= 0.02 * recorded + 512 * blocks
 
 
 LARGE = CONFIG.rank_tflops * TERA * 13 / 8  # flop/s

@@ -17,7 +17,7 @@ from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
 from megatron_muon.settings.rules import ADAPTIVE
 
 _FP32 = 4
-_OF_ROUND = 50  # launches, for the numbers of all slices together
+_OF_ROUND = 70  # launches, for the numbers of all slices together
 
 
 class _Sums(NamedTuple):
@@ -37,11 +37,11 @@ _OF_RULE = {
     # before: signs, and what is not finite stays; after: the square, a moment, root and
     # quotient, twice, once for the sums and once for the update
     "adamuon": _Sums(14, 138, 19, 0),
-    # before: the gradient and what is orthogonalized, their squares, and sums of these
-    "namo": _Sums(56, 0, 11, 4),
+    # before: a norm of momentum and gradient, their product, its sum
+    "namo": _Sums(24, 0, 1, 4),
     # without signs; as namo
     "adaptive_adamuon": _Sums(0, 138, 19, 0),
-    "adaptive_namo": _Sums(56, 0, 11, 4),
+    "adaptive_namo": _Sums(24, 0, 1, 4),
 }
 
 
@@ -101,12 +101,10 @@ def _numbers(
 
 
 def scratch_before(slices: Sequence[int], numerics: Numerics) -> int:
-    """Bytes before anything of a round is staged: of the largest slice, what is
-    orthogonalized and its square.
-    """
+    """Bytes before anything of a round is staged: products of fp32 gradients."""
     if numerics.config.rule.removeprefix(ADAPTIVE) != "namo":
         return 0
-    return 2 * _FP32 * max(slices, default=0)
+    return _FP32 * min(sum(slices), ELEMENTS_AT_ONCE)
 
 
 def scratch_after(slices: Sequence[int], numerics: Numerics) -> int | None:
