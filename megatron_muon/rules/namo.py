@@ -160,10 +160,14 @@ class NamoRound(UnitRound):
         of_weights = self._muon.of_weights
         of_decay = is_sound.float().expand_as(alphas) if of_weights else alphas
         factors, decays = self._factors_and_decays(shards)
-        by_slice = list(alphas.unbind()), list(of_decay.unbind())
-        factor = torch.stack(list(torch._foreach_mul(by_slice[0], factors)))
-        keep = 1.0 - torch.stack(list(torch._foreach_mul(by_slice[1], decays)))
+        factor = _by_slice(alphas, factors)
+        keep = 1.0 - _by_slice(of_decay, decays)
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
         self._blend(slices, results, keep, factor)
         put_back(shards, MAIN_KEY, params)
+
+
+def _by_slice(numbers: Tensor, factors: list[float]) -> Tensor:
+    """``(slices, units)`` times each slice's factor, which the host has."""
+    return torch.stack(list(torch._foreach_mul(list(numbers.unbind()), factors)))
