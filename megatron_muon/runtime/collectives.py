@@ -213,17 +213,18 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
         )
         for message in route.messages
     ]
-    started: list[dist.Work | None] = []
+    started: Sequence[dist.Work | None]
     if sent.device.type == "cpu":
-        started += [
+        started = [
             start(tensor, rank, group=route.group) for start, tensor, rank in operations
         ]
     else:  # one launch
-        together = [
-            dist.P2POp(start, tensor, rank, route.group)
-            for start, tensor, rank in operations
-        ]
-        started += dist.batch_isend_irecv(together)
+        started = dist.batch_isend_irecv(
+            [
+                dist.P2POp(start, tensor, rank, route.group)
+                for start, tensor, rank in operations
+            ]
+        )
     return [work for work in started if work is not None]
 
 

@@ -100,7 +100,8 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
         restarts={
-            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=())
+            4: Restarts(bf16=(1, 2), fp16=(2,), fp32=(1, 3), fp32_squares=()),
+            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 2, 3), fp32_squares=()),
         },
     ),
     "quintic": CoefficientSet(
