@@ -58,13 +58,6 @@ SLOW = (
 ).split()
 
 
-class Watch(StepTimers):
-    """Parts of a step by the thread's processor time."""
-
-    def _now(self) -> float:
-        return time.thread_time()
-
-
 @contextmanager
 def on_meta() -> Iterator[None]:
     """A context in which the GPU is the meta device; the host reads zeros from it."""
@@ -156,9 +149,11 @@ def quick(step: Callable[[], Any]) -> Iterator[None]:
 def measured(words: str) -> dict[str, float]:
     """Milliseconds of a step by part."""
     run = run_of((words + OVERLAP).split())
-    config, ranks = muon_settings(run.flags), ranks_of(run.flags)
+    config = muon_settings(run.flags)
+    ranks = ranks_of(run.flags)
     training = megatron.OptimizerSettings()
-    watch = Watch(world.META)
+    watch = StepTimers(world.META)
+    vars(watch)["_now"] = time.thread_time
     with without_cpu_runtime(), world.as_rank(0, ranks), on_meta(), installed(config):
         _, chain = megatron._built(run.flags, ranks, config, training)
         chain.step()
