@@ -51,6 +51,8 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     report = recorded("finetuning.json")
     assert finetuning.table(report) in REPORT
     assert script("rules").table(recorded("rules.json")) in REPORT
+    gradients = script("policy_gradient")
+    assert gradients.table(recorded("policy_gradient.json")) in REPORT
     page = (ROOT / "docs" / "finetuning.md").read_text()
     assert finetuning.rates_table(report, "adam") in page
     stress = script("stress")
