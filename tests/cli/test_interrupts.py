@@ -63,7 +63,9 @@ def test_ctrl_c_ends_a_command_and_its_ranks(command: str, processes: int) -> No
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert time.monotonic() - began < 10
-    assert process.returncode == 130, said.decode()
+    # where it comes while torch's import runs code of its own, Python ends by the signal;
+    # to a shell both are 130
+    assert process.returncode in (130, -signal.SIGINT), said.decode()
     assert b"Traceback" not in said and b"KeyboardInterrupt" not in said, said.decode()
     # triton 3.9 may complain of leaks behind it
     assert (
