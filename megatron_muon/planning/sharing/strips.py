@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain
 from typing import Literal, NamedTuple
 
 from megatron_muon.orthogonalize.iteration import makes_rows
@@ -298,7 +297,7 @@ def with_few_far(kinds: Sequence[Sequence[Kind]]) -> list[list[Kind]]:
     If most of a shape are far, the links decide for all of them, and fewer kinds take
     less time to plan.
     """
-    number = Counter(chain.from_iterable(kinds))
+    number = Counter(itertools.chain.from_iterable(kinds))
 
     def apart(kind: Kind) -> Kind:
         near = kind.near()
@@ -328,9 +327,8 @@ def choose_counts(
     From whole matrices on, the one kind that gains most gets twice as many strips, or
     the next power of two that it can have. Where none gains ``_STEP_GAIN``, two kinds
     do so together: two may keep others waiting alike. Kinds that are far go with those
-    that are near, until a number of their own gains. Where nothing else does, two kinds
-    get any larger numbers if that gains ``_LEAST_GAIN``: with the next one alone they
-    may take longer. If all of it gains less, none is shared.
+    that are near, until a number of their own gains. If all of it gains less than
+    ``_LEAST_GAIN``, none is shared.
 
     Args:
         kinds: of all matrices.
@@ -348,28 +346,27 @@ def choose_counts(
     counts: dict[Kind, int] = {}
     first = best = time_of(counts)
     while True:
-        more = {
-            kind: [(kind, count) for count in known if count > counts.get(kind, 1)]
+        steps = [
+            (kind, more[0])
             for kind, known in possible.items()
             if not kind.is_far
-        }
-        steps = [known[0] for known in more.values() if known]
+            and (more := [count for count in known if count > counts.get(kind, 1)])
+        ]
         apart = [
             (kind, count)
             for kind, known in possible.items()
             if kind.is_far
             for count in (1, *known)
         ]
-        for gain, ways in (
-            (_STEP_GAIN, itertools.combinations(steps, 1)),
-            (_STEP_GAIN, itertools.combinations(steps, 2)),
-            (_STEP_GAIN, itertools.combinations(apart, 1)),
-            (_LEAST_GAIN, itertools.combinations(chain(*more.values()), 2)),
+        for ways in (
+            itertools.combinations(steps, 1),
+            itertools.combinations(steps, 2),
+            itertools.combinations(apart, 1),
         ):
             tried = [{**counts, **dict(way)} for way in ways]
             times = [(time_of(each), at) for at, each in enumerate(tried)]
             time, at = min(times, default=(best, 0))
-            if time <= best * (1 - gain):
+            if time <= best * (1 - _STEP_GAIN):
                 break
         else:
             return counts if best <= first * (1 - _LEAST_GAIN) else {}

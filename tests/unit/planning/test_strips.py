@@ -275,20 +275,6 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
     assert of_long(5) == {}
 
 
-@pytest.mark.parametrize(("gain", "chosen"), [(50, {LONG: 4, SHORT: 8}), (49, {})])
-def test_two_kinds_get_more_strips_than_the_next_number(
-    gain: int, chosen: Counts
-) -> None:
-    """With any others they take longer. It has to gain 5 %."""
-
-    def time_of(counts: Counts) -> int:
-        if counts == {LONG: 4, SHORT: 8}:
-            return 1000 - gain
-        return 1000 + sum(counts.values())
-
-    assert choose_counts([SHORT, LONG], 64, time_of, _any) == chosen
-
-
 def test_a_few_far_matrices_get_strips_of_their_own() -> None:
     """They take longest, and gain from four strips on; the near ones lose by any."""
 
