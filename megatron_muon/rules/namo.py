@@ -155,9 +155,11 @@ class NamoRound(UnitRound):
         marks = torch.stack([result[0] for result in results])
         is_sound = marks.isfinite()[:, None]
         before = state.index_select(0, self._rows)
-        state.index_copy_(0, self._rows, self._after.where(is_sound[..., None], before))
-        alphas = self._alphas.where(is_sound, 0.0)
         of_weights = self._muon.of_weights
+        # parts of a weight have one v, whatever is wrong with one part's direction
+        advances = torch.ones_like(is_sound) if of_weights else is_sound
+        state.index_copy_(0, self._rows, self._after.where(advances[..., None], before))
+        alphas = self._alphas.where(is_sound, 0.0)
         of_decay = is_sound.float().expand_as(alphas) if of_weights else alphas
         factors, decays = self._factors_and_decays(shards)
         factor = _by_slice(alphas, factors)

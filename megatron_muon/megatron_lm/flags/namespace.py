@@ -21,7 +21,7 @@ from megatron_muon.settings.flags import (
     upstream_value,
     written,
 )
-from megatron_muon.settings.rules import ADAPTIVE, MATCHED
+from megatron_muon.settings.rules import ADAPTIVE, MATCHED, RULES
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -61,10 +61,10 @@ def rename_megatrons(args: Namespace) -> list[str]:
     if given == "adaptive_muon":
         args.muon_rule = written(args, "muon_rule") or f"{ADAPTIVE}adamuon"
         if not args.muon_rule.startswith(ADAPTIVE):
+            theirs = [rule for rule in RULES if rule.startswith(ADAPTIVE)]
             raise ValueError(
                 f"--optimizer adaptive_muon with --muon-rule {args.muon_rule}, which "
-                f"is another update: give {ADAPTIVE}{args.muon_rule} for that of "
-                "Megatron, or --optimizer muon"
+                f"is another update: give {', '.join(theirs)}, or --optimizer muon"
             )
         name += f" --muon-rule {args.muon_rule}"
     defaults = upstream_defaults(args)

@@ -198,6 +198,11 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
         (),
         "rule=normuon is of whole parameters",
     ),
+    "radius of another rule's": (
+        {"*.linear_fc2.*": {"rule": "hyperball"}},
+        (("radii", ((FC1, 3.0),)),),
+        "in radii (--muon-radius) matches no parameter of",
+    ),
     "rule of all": ({PROJ: {"rule": "adamuon"}}, (), "adamuon is for all matrices"),
     "factor": (
         {PROJ: {"min_lr": 0.1}},

@@ -294,7 +294,7 @@ def test_megatrons_names_are_muon_with_megatrons_own_defaults(
 
 def test_adaptive_muon_has_its_own_rules_alone() -> None:
     args = parsed("0.19", "--optimizer", "adaptive_muon", "--muon-rule", "normuon")
-    with pytest.raises(ValueError, match="give adaptive_normuon for that of Megatron"):
+    with pytest.raises(ValueError, match="adaptive_normuon, adaptive_namo, or --opt"):
         rename_megatrons(args)
     chosen = parsed(
         "0.19", "--optimizer", "adaptive_muon", "--muon-rule", "adaptive_namo"
