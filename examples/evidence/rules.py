@@ -9,8 +9,8 @@ rate.
 The model, the text and the steps are convergence.py's "as tuned", and so are momentum,
 warm-up and, for rules that take one, weight decay: they were tuned for Muon, not for
 the other rules. Rates are powers of two times a first one, the best of them is repeated
-with two more seeds. The larger model has each rule's best rate of the small one, and
-half of it. Runs that are in the work folder are not repeated.
+with two more seeds. The larger model has each rule's best rate of the small one, half
+of it and twice it. Runs that are in the work folder are not repeated.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ ROWS = {
 def _larger(row: Row, small: dict[str, Any]) -> Row:
     """A row for the larger model, by what the small one found."""
     best_rate = small["lr"]
-    return replace(row, rates=(best_rate / 2, best_rate), flags=f"{row.flags} {LARGER}")
+    rates = best_rate / 2, best_rate, 2 * best_rate
+    return replace(row, rates=rates, flags=f"{row.flags} {LARGER}")
 
 
 def measure(study: Study, row: Row, tuned: dict[str, Any]) -> dict[str, Any]:

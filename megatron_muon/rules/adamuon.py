@@ -32,11 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import (
-    MOMENT2_KEY,
-    Muon,
-    at_once,
-)
+from megatron_muon.rules.muon import MOMENT2_KEY, Muon, at_once
 from megatron_muon.rules.slice_units import UnitRound
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.rule import Shard, cut_into_slices, put_back

@@ -1,4 +1,5 @@
-"""Which unit of its matrix each element of a round's slices belongs to.
+"""Which unit of its matrix each element of a round's slices belongs to, and sums by
+unit.
 
 Slices have parts of several units only where units are ranges of columns
 (``Matrix.units``): their elements alternate row by row.

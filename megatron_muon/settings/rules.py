@@ -116,14 +116,20 @@ RULES = {
 OF_RULES = frozenset().union(*(rule.settings for rule in RULES.values()))
 # Megatron's ``adaptive_muon``, by its moment2_method
 ADAPTIVE = "adaptive_"
-_NOT_MEGATRONS = "splits cautious_decay independent_decay momentum_warmup full_period"
+_NOT_MEGATRONS = (
+    "splits",
+    "cautious_decay",
+    "independent_decay",
+    "momentum_warmup",
+    "full_period",
+)
 for _method in ("adamuon", "normuon", "namo"):
     RULES[ADAPTIVE + _method] = replace(
         RULES[_method],
         says=f"{_method} as Megatron's adaptive_muon has it (Emerging-Optimizers)",
         scales=get_args(ScaleMode)[:3],
         of_weights=True,
-        refuses=dict.fromkeys(_NOT_MEGATRONS.split(), "which has no such thing"),
+        refuses=dict.fromkeys(_NOT_MEGATRONS, "which has no such thing"),
     )
 
 

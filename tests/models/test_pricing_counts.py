@@ -11,7 +11,7 @@ from megatron_muon.lab.pricing import memory
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.pricing.step import around, price_step, python
+from megatron_muon.lab.pricing.step import around, host_python, price_step
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, traffic_of
 from megatron_muon.orthogonalize.iteration import (
     ns_flops,
@@ -90,7 +90,7 @@ def test_norm_clip_and_copy_have_the_virtual_gpus_bytes() -> None:
         assert priced[name] * H100.memory == pytest.approx(nbytes, abs=4.1), name
     assert priced["copy"] * H100.memory == pytest.approx(moved["copy_"])
     shard = (H100.shard_us + H100.launch_us) * MICRO
-    assert 1 < python(expected.optimizers, H100) / shard < copies
+    assert 1 < host_python(expected.optimizers, H100) / shard < copies
     packed = [replace(one, held=WIDE._replace(main=2)) for one in expected.optimizers]
     assert around(packed, H100) == priced | {"copy": 0.0}
 

@@ -13,9 +13,9 @@ from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.step import (
     StepTime,
     around,
+    host_python,
     price_adamw,
     price_step,
-    python,
 )
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import Optimizer, total, traffic_of
@@ -159,7 +159,7 @@ def our_row(
         hidden=step.hidden_mean,
         rounds=step.rounds,
         around=around(optimizers, hardware),
-        launching=step.host + python(optimizers, hardware),
+        launching=step.host + host_python(optimizers, hardware),
     )
     blocks = [replace(one, plan=one.block) for one in optimizers if one.block]
     if not blocks:

@@ -5,7 +5,8 @@ The order is ``planning.schedule``'s: the dense parameters' step, then the exper
 
 Only the optimizers' steps count. The reduction of gradients, their norm and clipping,
 and the all-gather of updated parameters are the same for AdamW and Muon, and do not
-count. ``around`` and ``python`` price what else Megatron's step has but the gather.
+count. ``around`` and ``host_python`` price what else Megatron's step has, without the
+gather.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def around(optimizers: Sequence[Optimizer], hardware: Hardware) -> dict[str, flo
     return seconds | {"copy": seconds["copy"] * copies}
 
 
-def python(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
+def host_python(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
     """Seconds of the host for Muon's shards of the rank that has most: their Python,
     and a launch of each one's copy.
     """

@@ -1,4 +1,4 @@
-"""What the sums over whole matrices that a rule asks for take on a GPU, beside Muon's
+"""The cost, on a GPU, of rules that add up numbers over whole matrices, beside Muon's
 step.
 
 Launches are those of torch's operations as a virtual GPU counts them; bytes are what
@@ -21,11 +21,9 @@ _OF_ROUND = 70  # launches, for the numbers of all slices together
 
 
 class _Sums(NamedTuple):
-    """Of one rule; ``before`` the gather and ``after`` the scatter, bytes an
-    element.
-    """
+    """What one rule has beside Muon's step."""
 
-    before: int
+    before: int  # before, after: bytes an element before the gather, after the scatter
     after: int
     launches: int  # of a slice
     blends: int  # more of them without the fused kernels
@@ -59,17 +57,15 @@ def before_gather(
         hardware: of the rank.
         slices: elements of each slice of the rank in the round.
         size: number of ranks of the stage.
-        numerics: of the run.
+        numerics: of the round's matrices.
     """
     sums = _OF_RULE.get(numerics.config.rule)
     if sums is None or not slices:
         return Cost()
-    elements = sum(slices)
-    if sums.after:
-        return stream(hardware, elements * sums.before, 0)
-    return stream(hardware, elements * sums.before, 0) + _numbers(
-        sums, hardware, slices, size, numerics
-    )
+    cost = stream(hardware, sum(slices) * sums.before, 0)
+    if sums.after:  # then its numbers are added up later
+        return cost
+    return cost + _numbers(sums, hardware, slices, size, numerics)
 
 
 def after_scatter(
@@ -79,9 +75,8 @@ def after_scatter(
     sums = _OF_RULE.get(numerics.config.rule)
     if sums is None or not sums.after or not slices:
         return Cost()
-    return stream(hardware, sum(slices) * sums.after, 0) + _numbers(
-        sums, hardware, slices, size, numerics
-    )
+    cost = stream(hardware, sum(slices) * sums.after, 0)
+    return cost + _numbers(sums, hardware, slices, size, numerics)
 
 
 def _numbers(

@@ -16,8 +16,8 @@ from megatron_muon.lab.pricing.step import (
     StepTime,
     adamw,
     around,
+    host_python,
     price_step,
-    python,
 )
 from megatron_muon.lab.pricing.work import Optimizer, total
 from megatron_muon.orthogonalize.numerics import Device
@@ -44,7 +44,7 @@ class PredictedStep:
 
     def host(self, hardware: Hardware) -> float:
         """Seconds in which the host launches Megatron's step."""
-        return self.price(hardware).host + python(self.optimizers, hardware)
+        return self.price(hardware).host + host_python(self.optimizers, hardware)
 
     def whole(self, hardware: Hardware) -> float:
         """Seconds of Megatron's step, which clips nothing here.
