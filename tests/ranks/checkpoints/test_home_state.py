@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from megatron_muon.mcore.checkpoint.buffers import HOME_STATE, of_rule
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.planning.slices import Matrix
+from megatron_muon.rules.namo import NamoRound
 from megatron_muon.runtime.home_state import HomeState
 from ranks.results.test_nonfinite import FC1, _planted
 from ranks.step.test_no_gradient import NAMES
@@ -117,6 +119,31 @@ def test_those_of_a_matrix_without_a_gradient_stay(case: Case) -> None:
     (now,) = run(_after_steps, 1, stopped, 3)
     stayed = [name for name in now if now[name] == then[name]]
     assert len(stayed) == len(NAMES) < len(now)
+
+
+def _where_directions_of_keys_are_not_finite(case: Case) -> Numbers:
+    built = start(case, Topology())
+    plain = NamoRound.after_scatter
+    matrices = built.optimizer.chained_optimizers[0].muon.plan.matrices
+
+    def spoiled(round: NamoRound, shards: Any, results: list[torch.Tensor]) -> None:
+        for index, result in zip(round._table.matrices, results, strict=True):
+            if matrices[index].name.endswith("[k]"):
+                result.fill_(math.nan)
+        plain(round, shards, results)
+
+    with mock.patch.object(NamoRound, "after_scatter", spoiled):
+        take_step(built, 0)
+    return _numbers(built)
+
+
+def test_parts_of_a_weight_keep_one_number_where_one_is_not_moved() -> None:
+    case = replace(MUON, muon=(*MUON.muon, ("rule", "adaptive_namo")))
+    (numbers,) = run(_where_directions_of_keys_are_not_finite, 1, case)
+    for layer in (0, 1):
+        qkv = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+        query, key, value = (numbers[f"{qkv}[{part}]"] for part in "qkv")
+        assert query[0] > 0.0 and query == key == value
 
 
 def _saves_beside_a_step(*of_run: Any) -> Numbers:
