@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 
 import pytest
 
@@ -17,6 +18,8 @@ def test_what_a_run_leaves_behind_is_named_and_ended(
     mark = f"a test of {os.getpid()}"
     environment = {**os.environ, left_running.NAME: mark}
     with subprocess.Popen(["sleep", "99"], env=environment) as sleeper:
+        while not left_running.marked(mark):  # in exec a process has no environment
+            time.sleep(0.01)
         assert left_running.main(mark) == 1
         assert sleeper.wait(timeout=10) != 0
     assert f"left running: {sleeper.pid} sleep 99" in capsys.readouterr().out

@@ -26,6 +26,7 @@ from test_environments import digest
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
 print("DONE", digest())
+dist.destroy_process_group()  # else torch's threads may abort the interpreter's end
 """
 OTHERWISE = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",  # NVIDIA's containers set it
