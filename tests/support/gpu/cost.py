@@ -22,9 +22,16 @@ from megatron_muon.lab.pricing import step as pricing
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA, Hardware
 from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
-from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.matmul import (
+    describe_products,
+    numerics_on,
+    plan_device,
+    symmetric_kernel,
+)
 from megatron_muon.orthogonalize.numerics import Device
+from megatron_muon.orthogonalize.triton_operations import has_triton
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.update import SymmetricProducts
 from support.gpu.model import flags_of, on_ranks, row_of
 from support.gpu.predicted import PredictedStep, solved
 from support.gpu.settings import Settings
@@ -274,6 +281,7 @@ def _median(rank: Measured, parts: Sequence[str]) -> float:
     )
 
 
+_SIDES = 1024, 2048, 4096, 8192  # of symmetric products
 _SIDE = 8192  # of the product's matrices
 _ELEMENTS = 1 << 28  # of a copy in fp32: 1 GiB, which no cache holds
 # kernels of one element; with the products below, fewer than a queue of 1024 holds
@@ -288,6 +296,7 @@ def speeds(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
     """All of them that one GPU can measure alone."""
     for one in (product, memory, launch, kernel):
         yield one(hardware, device)
+    yield from symmetric(hardware, device)
 
 
 def product(hardware: Hardware, device: torch.device) -> Figure:
@@ -301,6 +310,32 @@ def product(hardware: Hardware, device: torch.device) -> Figure:
         f"product {_SIDE}x{_SIDE} in bf16", "TFLOP/s", reached, hardware.dense_tflops,
         hardware.gemm_efficiency, ("gemm_efficiency", "dense_tflops"),
     )  # fmt: skip
+
+
+def symmetric(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
+    """XXᵀ by quack-kernels and by triton, where they are installed, beside torch's
+    product: ``symmetric_ratio``.
+    """
+    makers: tuple[SymmetricProducts, ...] = ("auto", "triton")
+    for maker in makers if has_triton() else makers[:1]:
+        config = MuonConfig(symmetric_products=maker)
+        multiply = symmetric_kernel(device, config)
+        if multiply is None:
+            continue
+        by = describe_products(numerics_on(device, config))
+        for side in _SIDES:
+            x, out = (
+                torch.randn(side, side, device=device, dtype=torch.bfloat16)
+                for _ in range(2)
+            )
+            theirs = _seconds(partial(multiply, x, x.mT, None, 1.0, 1.0, out))
+            ratio = theirs / _seconds(partial(torch.mm, x, x.mT, out=out))
+            name = f"symmetric product {side}x{side} by {by}, over torch's time"
+            if side == _SIDE:
+                constant, expected = "symmetric_ratio", hardware.symmetric_ratio
+                yield Figure(name, "", expected, ratio, constant=constant, value=ratio)
+            else:
+                yield Figure(name, "", None, ratio)
 
 
 def memory(hardware: Hardware, device: torch.device) -> Figure:

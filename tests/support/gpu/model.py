@@ -37,9 +37,10 @@ def flags_of(settings: Settings, *, tiny: bool = False) -> Namespace:
     return parsed(arguments(settings, tiny=tiny))
 
 
-def row_of(name: str) -> Row:
-    """A row of ``bench step`` with Moonlight's settings."""
-    (row,) = rows(MuonConfig(), [name])
+def row_of(name: str, rule: str = "muon") -> Row:
+    """A row of ``bench step`` with Moonlight's settings, and a rule."""
+    of_rule = MuonConfig(rule=rule, split_qkv=rule != "adaptive_normuon")
+    (row,) = rows(of_rule, [name])
     return row
 
 
@@ -54,7 +55,9 @@ def on_ranks(settings: Settings, run: Any, argument: Any, seconds: float) -> lis
     return run_ranks(task)
 
 
-def built_on_rank(settings: Settings, row: str = "muon-contiguous") -> Built:
+def built_on_rank(
+    settings: Settings, row: str = "muon-contiguous", rule: str = "muon"
+) -> Built:
     """The tiny model with a row's optimizer, on a rank; Megatron's groups are made if
     need be.
     """
@@ -63,9 +66,8 @@ def built_on_rank(settings: Settings, row: str = "muon-contiguous") -> Built:
     flags = flags_of(settings, tiny=True)
     if not parallel_state.model_parallel_is_initialized():
         world.initialize_groups(ranks_of(flags))
-    return build(
-        row_of(row), flags, StepTimers(torch.device(torch.cuda.current_device()))
-    )
+    timers = StepTimers(torch.device(torch.cuda.current_device()))
+    return build(row_of(row, rule), flags, timers)
 
 
 def named_params(chunks: list[Any]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import megatron_muon
 from megatron_muon.runtime import collectives
+from megatron_muon.settings.rules import RULES
 from support.gpu.model import built_on_rank, flags_of
 from support.gpu.settings import Settings
 
@@ -31,17 +33,27 @@ def faults(ranks: list[list[float]]) -> str:
     return ""
 
 
-def train(job: tuple[Settings, str]) -> list[float]:
-    """The mean loss over all ranks of each step of a row's optimizer; torch's world is
-    up.
+def train_by_rules(settings: Settings) -> dict[str, list[float]]:
+    """``train`` with each rule but Muon's own, one after the other."""
+    losses = {}
+    for rule in RULES:
+        if rule != "muon":
+            megatron_muon.uninstall()
+            losses[rule] = train((settings, "muon-contiguous", rule))
+    return losses
+
+
+def train(job: tuple[Settings, str, str]) -> list[float]:
+    """The mean loss over all ranks of each step of a row's optimizer with a rule;
+    torch's world is up.
     """
-    settings, row = job
+    settings, row, rule = job
     flags = flags_of(settings, tiny=True)
-    built = built_on_rank(settings, row)
+    built = built_on_rank(settings, row, rule)
     device = torch.device(torch.cuda.current_device())
     (chunk,) = built.chunks
     for group in built.optimizer.param_groups:
-        group["lr"] = _LR
+        group.update(lr=_LR, weight_decay=0.0)  # hyperball takes no decay
     losses = []
     for step in range(_STEPS):
         chunk.zero_grad_buffer()
