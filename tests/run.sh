@@ -113,7 +113,7 @@ more_cores() { # lines of CORE TESTS: tests/cores with each, triton's kernels wi
 export OMP_NUM_THREADS=1
 # Files in their own order: tests/unit, whose tests are short, leaves neither idle at the end.
 SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
-LAB=(tests/models tests/gpu tests/megatron_lm/test_compare.py tests/ranks/test_pricing_processes.py
+LAB=(tests/models tests/gpu tests/megatron_lm/test_{compare,ladder}.py tests/ranks/test_pricing_processes.py
     tests/cli/{accept,bench,curves,inspect,plan,routes,trace} tests/cli/test_{arguments,doctor,interrupts}.py)
 if [[ $* == --mass ]]; then # size and style of code and documents beside their goals
     exec "$VENV/bin/python" tests/support/mass.py

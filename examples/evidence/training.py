@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
 sys.path.insert(0, str(QUICKSTART))  # its scripts import each other by their bare names
 
+from sweep import diverged as diverged  # noqa: E402
 from sweep import run_all  # noqa: E402
 
 NAMES = {"adam": "AdamW", "muon": "Muon"}

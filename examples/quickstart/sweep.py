@@ -77,7 +77,7 @@ def run_one(key: Key, work: Path, extra: list[str]) -> dict[str, Any]:
             done = subprocess.run(
                 command, stdout=log, stderr=subprocess.STDOUT, check=False
             )
-        if done.returncode and not _diverged(work / f"{name}.log"):
+        if done.returncode and not diverged(work / f"{name}.log"):
             raise RuntimeError(f"{name} failed: see {work / f'{name}.log'}")
     if not figures.exists():
         print(f"{name}: diverged", flush=True)
@@ -91,7 +91,8 @@ def run_one(key: Key, work: Path, extra: list[str]) -> dict[str, Any]:
     }
 
 
-def _diverged(log: Path) -> bool:
+def diverged(log: Path) -> bool:
+    """Whether a run ended since its loss was not finite."""
     return "FloatingPointError: the loss is" in log.read_text()
 
 
