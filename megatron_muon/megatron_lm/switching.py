@@ -20,7 +20,8 @@ _CONVERSIONS = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
     "fresh": "AdamW's: Muon's momentum starts at zero",
     "megatron's": (
-        "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ)"
+        "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ); "
+        "a second moment of the rule starts at zero"
     ),
     "muon's": "Muon's: Adam's moments of what Muon had start at zero",
 }

@@ -33,7 +33,7 @@ from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 _SHAPES = ((32, 48), (48, 32))
 # settings of what a function replaces, and of what its scale does
 _REPLACED = ("ns_steps", "ns_coefficients", "ns_iteration", "symmetric_products")
-_SCALES = ("matched_adamw_rms", "scale_mode")
+_SCALES = ("matched_adamw_rms", "scale_mode", "block_lr_mult")
 # settings that Muon's class carries out, as it does update_norm
 _OF_MUON = ("log_interval", "cautious_decay", "momentum_warmup")
 # operations that read a result, or check an error's number, on the host

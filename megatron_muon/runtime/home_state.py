@@ -89,8 +89,9 @@ class HomeState:
     def require_usable(
         self, saved: object, way_out: str, *, whole: bool = False
     ) -> None:
-        """Raise ValueError where a file, which may hold anything, has other numbers
-        than those of the homes here, or with ``whole`` of the stage.
+        """Raise ValueError where a file, which may hold anything, lacks numbers of the
+        homes here, or with ``whole`` of the stage. It may have more, as of a rule that
+        more matrices had.
 
         Args:
             saved: what the file has.
@@ -99,11 +100,6 @@ class HomeState:
         """
         if not isinstance(saved, Mapping):
             raise ValueError("the checkpoint's second moments have no names")
-        for name in saved.keys() - self._lengths.keys():
-            raise ValueError(
-                f"the checkpoint has a second moment of {name!r}, which is no unit of "
-                f"this run. {way_out}"
-            )
         for name in self._lengths if whole else self.wanted():
             length, found = self._lengths[name], saved.get(name)
             if not torch.is_tensor(found):
@@ -138,8 +134,9 @@ class HomeState:
         """
         flat, every = self._all_zero()
         flat[0] = saved is not None
-        for name, numbers in (saved or {}).items():
-            every[name].copy_(numbers)
+        if saved is not None:
+            for name, numbers in every.items():
+                numbers.copy_(saved[name])
         collectives.add_up("muon/state", flat, group)
         self.load(every if flat[0].item() else None)
 

@@ -233,14 +233,15 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         """The settings of a matrix that has some of its own, ``KEY=VALUE,...``.
 
         Steps that the run's coefficients have by default are not the matrix's: it has
-        those of its own coefficients.
+        those of its own coefficients. Nor is the run's scale, where its rule has none.
 
         Raises:
             ValueError: as for settings of a run.
         """
         own = fields_of(settings)
         given = {name: getattr(self, name) for name in self.given - {"by_pattern"}}
-        for name in OF_RULES - {*row_of(own.get("rule", self.rule)).settings}:
+        rule = row_of(own.get("rule", self.rule))
+        for name in (OF_RULES - {*rule.settings}) | rule.unscaled:
             given.pop(name, None)
         # ``replace`` passes every field on, so steps in ``given`` may be a default
         if self.ns_steps == default_steps(self.ns_coefficients):

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.rows import OURS, UPSTREAM, Dialect, Flag, Row
-from megatron_muon.settings.rules import MATCHED
+from megatron_muon.settings.rules import MATCHED, row_of
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
 # of the plugin; the others are names of Megatron's alone, with all of its defaults
@@ -152,6 +152,9 @@ def muon_config(args: Namespace) -> MuonConfig:
     settings["matched_adamw_rms"] = _factor(args, values)
     settings["ns_dtype"] = _dtype(args, values["ns_dtype"].value)
     settings["qk_clip_alpha"] = qk_clip_alpha(args)
+    for field in row_of(values["rule"].value).unscaled:
+        if not values[field].is_given:  # but Megatron's default
+            settings.pop(field, None)
     if "log_interval" in settings and "log_file" not in settings:
         settings["log_file"] = _log_file(args, settings["log_interval"])
     # A plan knows --deterministic-mode by this alone; a run finds torch in it, too.

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "update_norm"]
 MATCHED = ("spectral", "update_norm")  # an update has the root mean square that is set
+_OF_SCALE = frozenset({"matched_adamw_rms", "scale_mode"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class RuleRow:
         each element is its own, and not with Emerging-Optimizers' or one's own.
         """
         return self is not OWN and not self.moments[0] and not self.of_weights
+
+    @property
+    def unscaled(self) -> frozenset[str]:
+        """The settings of the scale, where its updates have none."""
+        return _OF_SCALE.intersection(self.refuses)
 
     @property
     def has_moments(self) -> bool:

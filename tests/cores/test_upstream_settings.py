@@ -129,7 +129,7 @@ def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
             | {NESTEROV: True, "muon_momentum": 0.9, "muon_split_qkv": False}
         },
         # a setting that is the plugin's alone
-        {"fields": DIST, "own": {"homes": "local"}},
+        {"fields": DIST, "own": {"homes": "local", "rule": "hyperball"}},
     )
     wanted = megatron_muon.MuonConfig(**UPSTREAM)
     assert default[0] == replace(
@@ -144,7 +144,7 @@ def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
         default[0], nesterov=True, momentum=0.9, split_qkv=False
     )
     assert "momentum 0.9, Nesterov on" in changed[1]
-    assert own[0] == replace(default[0], homes="local")
+    assert (own[0].homes, own[0].rule) == ("local", "hyperball")
 
 
 def test_adaptive_muon_is_emerging_optimizers_rule_with_all_fields() -> None:

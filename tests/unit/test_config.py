@@ -205,6 +205,8 @@ def test_a_matrix_has_the_settings_of_its_own_rule() -> None:
     assert config.rules == ["muon", "normuon"]
     assert config.where("rule=normuon").moment2_beta2 == 0.9
     assert config.where("rms=0.1").rule == "muon"
+    scaled = MuonConfig(matched_adamw_rms=0.3, by_pattern=["a:rule=hyperball"])
+    assert scaled.where("rule=hyperball").matched_adamw_rms == 0.2  # it has no scale
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_a_matrix_has_the_settings_of_its_own_rule() -> None:
         ("muon", "torch:sign", {}, "torch:sign is for all matrices of a run"),
         ("torch:sign", "muon", {}, "torch:sign is for all matrices of a run"),
         ("muon", "hyperball", {"cautious_decay": True}, "which has no weight decay"),
-        ("normuon", "hyperball", {"matched_adamw_rms": 0.3}, "a:rule=hyp.* in radii"),
+        ("normuon", "hyperball,rms=0.3", {}, ":rms=0.3,rule=hyp.* in radii"),
         ("muon", "normuon", {"full_period": 2}, "a:rule=normuon: full_period"),
         ("muon", "normuon", {"radii": (("a", 1.0),)}, "radii .* is of rule"),
     ],

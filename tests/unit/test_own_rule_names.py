@@ -88,6 +88,7 @@ def test_it_is_tried_on_each_shape_that_it_gets(
     [
         ("polar_express", {"ns_steps": 6}, "--muon-ns-steps"),
         ("polar", {"matched_adamw_rms": 0.3}, "--muon-matched-adamw-rms"),
+        ("polar", {"full_period": 2, "block_lr_mult": 0.5}, "--muon-block-lr-mult"),
         ("polar_express", {"split_matrices": 2}, "--muon-split-matrices"),
         ("polar", {"by_pattern": ("*:rms=0.3",)}, "--muon-matched-adamw-rms"),
     ],

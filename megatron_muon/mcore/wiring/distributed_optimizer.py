@@ -64,8 +64,9 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     def state_dict(self) -> Any:
         """Muon's state dict, with the radii of the rule hyperball."""
         state = super().state_dict()
-        if self.radii is not None and self.radii.known is not None:
-            state[RECORD]["radii"] = self.radii.known
+        known = None if self.radii is None else self.radii.known
+        if known is not None and RECORD in state:  # another optimizer's has none
+            state[RECORD]["radii"] = known
         return state
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -61,6 +61,7 @@ def with_fields(
     usual = defaults["muon_tp_mode"] if is_theirs else "duplicated"
     mode = changed.get("muon_tp_mode", usual)
     args = Namespace(**{**changed, KEPT: defaults, "muon_tp_mode": "duplicated"})
+    args.muon_rule = config.rule
     if is_adaptive:
         # up to core 0.18 there are no such fields
         method = getattr(optimizer_config, "adaptive_muon_moment2_method", "adamuon")

@@ -49,6 +49,7 @@ def _switched(
 ) -> dict[str, Any]:
     assert format == "torch" or Saved.of(folder).writer == "adamw"
     built = start(case, topology)
+    take_step(built, 9)  # of which nothing is left
     spoil(built)
     with plugin(built), reading_adamw(built.optimizer, momentum):
         load(built, folder, format)
@@ -69,6 +70,7 @@ def _switched(
 
 NORMUON = replace(MUON, muon=(("rule", "normuon"),))
 ADAMUON = replace(MUON, muon=(("rule", "adamuon"),))
+HYPERBALL = replace(MUON, muon=(("rule", "hyperball"),), weight_decay=0.0)
 ADAPTIVE = replace(MUON, muon=(("rule", "adaptive_adamuon"),))
 SHAPES = {
     "dp3": (MUON, Topology(dp=3)),
@@ -76,6 +78,7 @@ SHAPES = {
     "second moments": (NORMUON, Topology(tp=2)),
     "second moments of elements": (ADAMUON, Topology(dp=2)),
     "second moments of Megatron's": (ADAPTIVE, Topology(dp=2)),
+    "radii": (HYPERBALL, Topology(dp=2)),
 }
 
 

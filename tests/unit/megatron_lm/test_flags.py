@@ -225,6 +225,7 @@ def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
     )
     assert given == MuonConfig(momentum=0.8, nesterov=False, ns_dtype="bf16")
     assert config_of(version, *MEANT[:2]).ns_coefficients == "quintic"
+    assert config_of(version, *MEANT, "--muon-rule", "hyperball").rule == "hyperball"
 
 
 @WITH_MUON

@@ -23,7 +23,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, MOMENTUM, RECORD
+from megatron_muon.mcore.checkpoint.buffers import (
+    CHOICES,
+    FORMAT,
+    MOMENT2,
+    MOMENTUM,
+    RECORD,
+)
 from megatron_muon.settings.config import MuonConfig, named
 
 StateDict = dict[Any, Any]
@@ -41,6 +47,7 @@ _THEIRS = {
     "exp_avg_sq": ("exp_avg_sq",),
 }
 _KNOWN = set[str]().union(*_THEIRS.values())
+_NOT_READ = "moment2_buffer"  # of their adaptive_muon
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
@@ -66,6 +73,8 @@ class Source:
         self._in_buckets = any(_IN_BUCKETS.match(key) for key in keys)
         for at in filter(None, map(_STATE.match, keys)):
             kind, weight = at.groups()
+            if kind == _NOT_READ:
+                continue
             if kind not in _KNOWN:
                 raise ValueError(
                     f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, "
@@ -188,15 +197,18 @@ def renamed(state: Any, source: Source) -> Any:
     source.
 
     It is in a format that has whole weights. It lacks main parameters that are the
-    model's weights, so no key is loaded twice.
+    model's weights, so no key is loaded twice, and second moments, which start at zero.
     """
     if hasattr(state, "key"):
         return dataclasses.replace(state, key=source.of(state.key))
     if not isinstance(state, dict):
         return state
     omitted = _MAIN if source.is_fp32 else ()
-    kept = {name: value for name, value in state.items() if name not in omitted}
-    return {name: renamed(value, source) for name, value in kept.items()}
+    return {
+        name: renamed(value, source)
+        for name, value in state.items()
+        if name not in omitted and not str(name).startswith(MOMENT2)
+    }
 
 
 def converted(
