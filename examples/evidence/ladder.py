@@ -14,6 +14,7 @@ Further flags go to train.py, each with its value behind an equals sign.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import shutil
@@ -74,14 +75,15 @@ class Ladder:
         """The loss of a run at its end, inf where it diverged; None where the time is
         over before.
         """
-        folder = self.work / f"{name}_{optimizer}_lr{lr:g}"
+        given = f"--optimizer {optimizer} --lr {lr} --train-iters {steps} {flags}"
+        of_run = hashlib.sha256(f"{given} {self.extra}".encode()).hexdigest()[:8]
+        folder = self.work / f"{name}_{optimizer}_lr{lr:g}_{of_run}"
         done = _saved(folder)
         while done < steps:
             if time.monotonic() > self.end:
                 print(f"{folder.name}: step {done} of {steps}", flush=True)
                 return None
             until = min(done + self.every, steps)
-            given = f"--optimizer {optimizer} --lr {lr} --train-iters {steps} {flags}"
             if not self._train(folder, done, until, given.split()):
                 print(f"{folder.name}: diverged", flush=True)
                 return math.inf
@@ -132,8 +134,10 @@ def _checkpoint(folder: Path, step: int) -> Path:
 
 def climb(
     ladder: Ladder, name: str, report: dict[str, Any], args: argparse.Namespace
-) -> None:
-    """Trains a rung's runs, as far as the time goes, and writes what ended."""
+) -> bool:
+    """Trains a rung's runs and writes what ended; False where the time is over
+    before.
+    """
     rung = RUNGS[name]
     tuned = json.loads((args.figures / "tuning.json").read_text())
     losses = report.setdefault(name, {})
@@ -144,10 +148,12 @@ def climb(
             flags = f"{tuned_flags(tuned, optimizer)} {rung.flags}"
             steps = args.steps or rung.steps
             loss = ladder.loss(name, optimizer, lr, flags, steps)
-            if loss is not None:
-                kept = round(loss, 5) if math.isfinite(loss) else None
-                losses.setdefault(optimizer, {})[f"{lr:g}"] = kept
-                write(args.figures / "ladder.json", report)
+            if loss is None:
+                return False
+            kept = round(loss, 5) if math.isfinite(loss) else None
+            losses.setdefault(optimizer, {})[f"{lr:g}"] = kept
+            write(args.figures / "ladder.json", report)
+    return True
 
 
 def _best_below(
@@ -208,7 +214,8 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     ladder = Ladder(args.work, args.every, end, tuple(extra))
     for name in args.sizes if not args.table else []:
-        climb(ladder, name, report, args)
+        if not climb(ladder, name, report, args):
+            break
     print(table(report))
 
 

@@ -29,6 +29,8 @@ from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 
+# by more than a product in bf16 rounds: of a batch and of one matrix
+_DIFFERS = 0.1
 # of the matrices that it is tried on before the model's shapes are known
 _SHAPES = ((32, 48), (48, 32))
 # settings of what a function replaces, and of what its scale does
@@ -38,7 +40,7 @@ _SCALES = ("matched_adamw_rms", "scale_mode", "block_lr_mult")
 _OF_MUON = ("log_interval", "cautious_decay", "momentum_warmup")
 # operations that read a result, or check an error's number, on the host
 _DECLARE = "declare it by OwnRule(..., reads_host=True)"
-_READS = ("nonzero", "masked_select", "_linalg_check_errors")
+_READS = ("nonzero", "masked_select", "_linalg_check_errors", "_linalg_svd")
 
 
 def make(numerics: Numerics, *others: Any) -> Rule:
@@ -145,6 +147,7 @@ def tried(numerics: Numerics, device: torch.device) -> str:
         _require_settings(own, numerics.config, says)
         for shape in _SHAPES:
             _try(own, shape, device, says)
+        _require_each_alone(own, device, says)
     return f"source of rule {name}: {digest(own)}"
 
 
@@ -237,6 +240,20 @@ def _try(own: OwnRule, shape: tuple[int, int], device: torch.device, says: str) 
         raise ValueError(f"{on} returns NaN or Inf")
     if not 0 < scale < math.inf:
         raise ValueError(f"{says}: its scale of {shape} is {scale}, not above 0")
+
+
+@torch.no_grad()
+def _require_each_alone(own: OwnRule, device: torch.device, says: str) -> None:
+    """The direction of a matrix must not depend on those beside it."""
+    drawn = torch.randn(2, *_SHAPES[0], generator=torch.Generator().manual_seed(0))
+    matrices = drawn.to(device)
+    together = applied(own, matrices.clone())
+    alone = torch.cat([applied(own, one[None].clone()) for one in matrices])
+    if (together - alone).norm() > _DIFFERS * alone.norm():
+        raise ValueError(
+            f"{says} returns other directions for two matrices than for each alone: "
+            'give a function of each, or OwnRule(..., takes="matrix")'
+        )
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]

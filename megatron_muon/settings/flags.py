@@ -153,8 +153,12 @@ def muon_config(args: Namespace) -> MuonConfig:
     settings["ns_dtype"] = _dtype(args, values["ns_dtype"].value)
     settings["qk_clip_alpha"] = qk_clip_alpha(args)
     for field in row_of(values["rule"].value).unscaled:
-        if not values[field].is_given:  # but Megatron's default
-            settings.pop(field, None)
+        if values[field].is_given and values[field].value != ROWS[field].default:
+            raise ValueError(
+                f"{values[field].flag.option} has no meaning with --muon-rule "
+                f"{values['rule'].value}, whose updates have no scale: leave it out"
+            )
+        settings.pop(field, None)  # Megatron's default
     if "log_interval" in settings and "log_file" not in settings:
         settings["log_file"] = _log_file(args, settings["log_interval"])
     # A plan knows --deterministic-mode by this alone; a run finds torch in it, too.

@@ -70,6 +70,12 @@ def test_a_package_that_megatron_lacks_is_named_with_what_installs_it(
     assert "pip install pyyaml" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:
+    lacks = "raise ImportError(\"cannot import name 'override'\", name='typing')"
+    done = launched(str(checkout(tmp_path, lacks) / "pretrain_gpt.py"))
+    assert "this Megatron needs a newer Python than 3." in done.stderr
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_torchruns_report_ends_with_the_line_of_one_rank(
     rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,8 +160,9 @@ def require_one(weight: Weight, muon: Parameter, config: MuonConfig) -> None:
         raise NotImplementedError(
             f"{weight.name}: {named('rule')} {config.rule} has a norm of the whole "
             f"weight, which is {len(muon.matrices)} matrices with homes of their own: "
-            f"give {named('split_qkv')} for fused QKV, experts of another class than "
-            f"GroupedMLP, or {named('rule')} {config.rule.removeprefix(ADAPTIVE)}"
+            "give --muon-no-split-qkv (split_qkv=False) for fused QKV, experts of "
+            "another class than GroupedMLP, or --optimizer muon with "
+            f"{named('rule')} {config.rule.removeprefix(ADAPTIVE)}"
         )
 
 

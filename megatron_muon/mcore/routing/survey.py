@@ -68,8 +68,8 @@ def require_matched(matched: Collection[str], config: MuonConfig) -> None:
             whose = "Muon's" if of_muon else "the model"
             raise ValueError(
                 f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
-                f"{whose}; `megatron-muon routes` prints their names, which do not "
-                "start with 'module.'"
+                f"{whose}; `megatron-muon routes` without it prints their names, which "
+                "do not start with 'module.'; on a CPU give it --transformer-impl local"
             )
 
 

@@ -21,7 +21,7 @@ from megatron_muon.settings.flags import (
     upstream_value,
     written,
 )
-from megatron_muon.settings.rules import ADAPTIVE, MATCHED, RULES
+from megatron_muon.settings.rules import ADAPTIVE, MATCHED, RULES, row_of
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -202,9 +202,10 @@ def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, ob
     if not defaults:
         return []
     compared: list[tuple[str, object, object]] = []
+    rule = row_of(config.rule)
     for field, row in ROWS.items():
         theirs = upstream_value(args, row)
-        if theirs is not None:
+        if theirs is not None and field not in rule.unscaled:
             flag = theirs.flag
             name = row.named if flag.is_switch else flag.option
             ours = getattr(config, field)

@@ -331,11 +331,10 @@ def symmetric(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
             theirs = _seconds(partial(multiply, x, x.mT, None, 1.0, 1.0, out))
             ratio = theirs / _seconds(partial(torch.mm, x, x.mT, out=out))
             name = f"symmetric product {side}x{side} by {by}, over torch's time"
-            if side == _SIDE:
-                constant, expected = "symmetric_ratio", hardware.symmetric_ratio
-                yield Figure(name, "", expected, ratio, constant=constant, value=ratio)
-            else:
-                yield Figure(name, "", None, ratio)
+            expected = hardware.symmetric_ratio if side == _SIDE else None
+            # the timed step has the products of auto
+            constant = "symmetric_ratio" if expected and maker == "auto" else ""
+            yield Figure(name, "", expected, ratio, constant=constant, value=ratio)
 
 
 def memory(hardware: Hardware, device: torch.device) -> Figure:

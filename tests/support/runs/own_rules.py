@@ -51,8 +51,8 @@ def fails_if_wide(x: Tensor) -> Tensor:
 
 
 def mixes(x: Tensor) -> Tensor:
-    """It looks at all matrices of a batch, which the layout decides."""
-    return x - x.mean(dim=0)
+    """It looks at how many matrices a batch has, which the layout decides."""
+    return polar_express(x) * (1.0 + (len(x) > 2))
 
 
 one_by_one = OwnRule(polar_express, takes="matrix")
@@ -67,6 +67,8 @@ UNSOUND: dict[str, tuple[Any, str]] = {
     "raises": (_broken, "ZeroDivisionError: no such direction"),
     "reads": (OwnRule(rms_of_host, takes="matrix"), "host reads .* reads_host=True"),
     "scale": (OwnRule(polar_express, scale=lambda rows, cols: 0.0), "its scale of"),
+    "batch": (lambda x: x - x.mean(dim=0), "returns other directions for two"),
+    "decomposes": (lambda x: torch.linalg.svd(x)[0], "host reads .*_linalg_svd"),
     "class": (dict, "dict is no megatron_muon.runtime.rule.Rule"),
 }
 for _name, (_rule, _) in UNSOUND.items():
