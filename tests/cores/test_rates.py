@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -157,14 +157,17 @@ def _wrong(
     combinations = itertools.product(
         ("constant", "cosine", "WSD"), ITERATIONS.items(), (False, True)
     )
-    first = _flags("constant", grows, decoupled, own)
-    saver = first.optimizer(writer)
+    saver = _flags("constant", grows, decoupled, own).optimizer(writer)
     saver_groups = [dict(group) for group in saver.param_groups]
+    loads = "multipliers" if own == "added" else own
+    first = _flags("constant", grows, decoupled, loads)
+    same = first.optimizer("muon")
     loader = (_others(first) if option != "none" else first).optimizer("muon")
     loader_groups = [dict(group) for group in loader.param_groups]
     for style, (phase, iteration), overwrites in combinations:
         old = _flags(style, grows, decoupled, own)
         new = old if option == "none" else _others(old)
+        new = replace(new, multipliers=first.multipliers)
         _reset(saver, saver_groups)
         _reset(loader, loader_groups)
         schedule = old.scheduler(saver)
@@ -180,11 +183,12 @@ def _wrong(
             if overwrites and option == "override":
                 _write_flags_over_groups(loader, scheduler, new)
         if option == "use-checkpoint":
-            wanted = _fresh(old, saver_groups, iteration)
+            wanted = _fresh(old, same.param_groups, iteration)
         else:
             wanted = _fresh(new, loader_groups, iteration)
         got = _values(loader.param_groups)
-        if got != wanted:
+        logged = [group.get("default_config") for group in loader.param_groups]
+        if got != wanted or logged != [g.get("default_config") for g in loader_groups]:
             wrong.append((style, phase, overwrites, got, wanted))
     return wrong
 
@@ -202,8 +206,14 @@ def _reset(optimizer: Any, groups: list[Group]) -> None:
 @pytest.mark.parametrize("decoupled", [False, True], ids=["one-rate", "decoupled"])
 @pytest.mark.parametrize(
     ("writer", "own"),
-    [("muon", ""), ("muon", "multipliers"), ("muon", "by pattern"), ("adam", "")],
-    ids=["muon", "muon-with-multipliers", "muon-by-pattern", "adamw"],
+    [
+        ("muon", ""),
+        ("muon", "multipliers"),
+        ("muon", "added"),
+        ("muon", "by pattern"),
+        ("adam", ""),
+        ("adam", "added"),
+    ],
 )
 def test_rates_after_a_load_are_those_of_a_scheduler_that_is_built_anew(
     writer: str, own: str, decoupled: bool, grows: bool, option: Option

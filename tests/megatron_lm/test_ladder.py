@@ -28,6 +28,7 @@ def climbing(folder: Path, every: int) -> subprocess.Popen[str]:
     words = [sys.executable, str(EVIDENCE / "ladder.py"), "26M", "--only", "muon"]
     words += ["--factors", "1", "--steps", "4", "--every", str(every), *TINY]
     words += ["--work", str(folder / "work"), "--figures", str(folder)]
+    folder.mkdir(exist_ok=True)
     (folder / "rules_larger.json").write_text('{"muon": {"lr": 0.02}}')
     tuned = (EVIDENCE / "figures" / "tuning.json").read_text()
     (folder / "tuning.json").write_text(tuned)
@@ -47,8 +48,6 @@ def losses(folder: Path, every: int) -> Any:
 @pytest.mark.timeout(400)
 def test_a_run_that_is_killed_goes_on_from_its_last_save(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder in (whole, cut):
-        folder.mkdir()
     killed = climbing(cut, 2)
     while not (pieces := list(cut.glob("work/26M_muon_lr0.02_*/to_2.json"))):
         assert killed.poll() is None
@@ -58,5 +57,5 @@ def test_a_run_that_is_killed_goes_on_from_its_last_save(tmp_path: Path) -> None
     (first,) = pieces
     began = first.stat().st_mtime_ns
     found = losses(cut, 2)
-    assert found == losses(whole, 4) and list(found["26M"]["muon"]) == ["0.02"]
+    assert found == losses(whole, 4)
     assert first.stat().st_mtime_ns == began  # the first piece was not trained again

@@ -84,7 +84,7 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
-        "meanwhile": {"statements": 11_750, "tokens": 142_500},
+        "meanwhile": {"statements": 11_800, "tokens": 143_000},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
@@ -94,7 +94,7 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
         "for good": {"statements": 4_900, "tokens": 63_000, "two_for": 15, "dense": 8},
     },
     "tests": {
-        "meanwhile": {"statements": 19_950, "tokens": 306_000, "packed": 20},
+        "meanwhile": {"statements": 20_050, "tokens": 307_500, "packed": 20},
         "redesign": {
             "statements": 18_200,
             "tokens": 282_000,

@@ -26,7 +26,8 @@ _TRAIN = re.compile(
     rf"iteration\s+(\d+)/\s*\d+ \|.{{0,2000}}?\| (\S{{0,80}}lm loss): {_NUMBER} \|"
 )
 _EVALUATED = re.compile(
-    r"validation loss at iteration (\d+)(?: on validation set)? \| (\S{0,80}lm loss) "
+    r"validation(\S{0,80}) loss at iteration (\d+)(?: on validation set)? \| "
+    r"(\S{0,80}lm loss) "
     rf"value: {_NUMBER} \|"
 )
 _NO_LOSS = frozenset("ppl perplexity vs scale scaling aux load balancing".split())
@@ -108,7 +109,7 @@ def _read(path: Path, columns: Columns) -> None:
         if max(len(content), path.stat().st_size) > MOST:
             raise ValueError(f"it has more than {MOST >> 20} MiB")
     lines = [
-        line[:MOST_LINE] for line in content.decode("utf-8", "replace").splitlines()
+        line[:MOST_LINE] for line in content.decode("utf-8-sig", "replace").splitlines()
     ]
     if path.name.startswith(_EVENTS):
         _read_events(path, columns)
@@ -130,7 +131,8 @@ def _rows(lines: list[str], stem: str) -> Iterator[dict[str, Any]]:
             if match := _TRAIN.search(line):
                 yield {"step": match[1], match[2]: match[3]}
             elif match := _EVALUATED.search(line):
-                yield {"step": match[1], f"{match[2]} validation": match[3]}
+                name = f"{match[3]} validation{match[1]}"
+                yield {"step": match[2], name: match[4]}
 
 
 def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ groups.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -188,10 +189,12 @@ def loaded_groups(ours: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         if not similar:
             wanted = {key: _value(group, key) for key in _REQUIRED}
             raise ValueError(f"the checkpoint has no parameter group with {wanted}")
+        alike = _before_factor(group, ours)
         best = max(
-            similar, key=lambda other: [_same(group, other, key) for key in _PREFERRED]
+            similar, key=lambda other: [_same(alike, other, key) for key in _PREFERRED]
         )
         kept = [key for key in _identifiers() if key not in SCHEDULE]
+        kept.append("default_config")  # whether Megatron logs its rate
         # another optimizer's groups may lack keys that ours have
         values = {**group, **best, **_of_keys(group, kept)}
         for mark, changed in _CHANGED.items():
@@ -199,12 +202,36 @@ def loaded_groups(ours: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
                 for key in (mark, *changed):
                     values.pop(key, None)
                 values |= _of_keys(group, (mark, *changed))
+        if not _same(group, best, LR_MULTIPLIER):
+            values |= _multiplied(group, best)
         # fused Adams do not count steps of a group without parameters on this rank
         if steps:
             values["step"] = max(steps)
         values.pop("params", None)
         groups.append(values)
     return groups
+
+
+def _before_factor(group: Group, ours: Sequence[Group]) -> Group:
+    """The group with Megatron's ``default_config``, which a factor has put out: whether
+    its rate was the run's, and not the decoupled one.
+    """
+    usual = [other.get("max_lr") for other in ours if other.get("default_config")]
+    if LR_MULTIPLIER not in group or not any(usual):
+        return group
+    is_usual = math.isclose(group["max_lr"], group[LR_MULTIPLIER] * usual[0])
+    return {**group, "default_config": is_usual}
+
+
+def _multiplied(group: Group, saved: Group) -> Group:
+    """A checkpoint's rates with the factor of a group of this run. Before core 0.16 it
+    is ``lr_mult``, and not in them.
+    """
+    factor = 1.0
+    if "default_config" in group:
+        factor = group.get(LR_MULTIPLIER, 1.0) / saved.get(LR_MULTIPLIER, 1.0)
+    rates = _of_keys(saved, ("max_lr", "min_lr"))
+    return {key: factor * rate for key, rate in rates.items() if rate is not None}
 
 
 def as_megatron_pairs(ours: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:

@@ -4,6 +4,7 @@ JSON.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,12 @@ class Lines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record."""
         text = json.dumps(record, separators=(",", ":"), allow_nan=False)
-        with self._path.open("ab") as file:
-            file.write(text.encode() + b"\n")
+        line = text.encode() + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) != len(line):  # a disk that is full takes a part
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, "no space for a whole line")
 
 
 def start_record(table: Table, **more: Any) -> Record:

@@ -18,7 +18,12 @@ from megatron_muon.console import say
 from megatron_muon.mcore.host.loop import host
 from megatron_muon.mcore.host.process_groups import Chunks, Stage
 from megatron_muon.mcore.host.shards import owned_shards
-from megatron_muon.mcore.routing.param_routing import layers, weights
+from megatron_muon.mcore.routing.param_routing import (
+    GROUP_SETTINGS,
+    LR_MULTIPLIER,
+    layers,
+    weights,
+)
 from megatron_muon.mcore.watching.forward import (
     LayerOutputs,
     clip_threshold,
@@ -192,16 +197,27 @@ class Watch:
                 interval=self._interval,
                 logit_threshold=self._threshold,
             )
-            self._warnings = Warnings(start)
             lines.append(start)
+            self._warnings = Warnings(start)
         # new objects after each load
         groups = self._dist_opts[0].optimizer.param_groups
-        lr = {"lr": float(groups[0]["lr"])} if groups else {}
+        lr = {"lr": float(_of_run(groups)["lr"])} if groups else {}
         record = step_record(self._table, totals, maxima, step=number, time=now, **lr)
         lines.append(record)
         for text in self._warnings.of(record):
             say(f"[megatron_muon] step {number}: warning: {text}")
         host().write(number, dict(scalars(record)))
+
+
+def _of_run(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The group whose rate is the run's: it has none of its own."""
+    own = "is_decoupled_lr", LR_MULTIPLIER, GROUP_SETTINGS
+    usual = [
+        group
+        for group in groups
+        if group.get("default_config", True) and not any(map(group.get, own))
+    ]
+    return (usual or groups)[0]
 
 
 def _lines(path: str) -> Lines:

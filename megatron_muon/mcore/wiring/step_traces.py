@@ -79,11 +79,15 @@ class MegatronTraces:
         self._file: Path | None = None
         self._first_traced = 0  # a run may restart within the chosen steps
         self._has_begun = False
+        self._latest = 0  # step that has begun
 
     @property
     def is_open(self) -> bool:
-        """Whether steps have been traced and the last one has not come."""
-        return self._profiler is not None
+        """Whether the run has not come to the last of the steps, if it began before
+        them or within.
+        """
+        is_early = self._latest in range(1, min(self._steps, default=0))
+        return self._profiler is not None or is_early
 
     @contextmanager
     def step(self, number: int, optimizer: Any) -> Iterator[None]:
@@ -103,6 +107,7 @@ class MegatronTraces:
                 f"at {number}"
             )
         self._has_begun = True
+        self._latest = number
         if number not in self._steps:
             yield
             return

@@ -159,6 +159,18 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def _ends_before(folder: str) -> bool:
+    traces = megatron_muon.step_traces("3", folder)
+    assert not traces.is_open
+    with traces.step(2, start(CASE, Topology()).optimizer):
+        pass
+    return traces.is_open
+
+
+def test_a_run_that_ends_before_the_steps_says_so(tmp_path: Path) -> None:
+    assert run(_ends_before, 1, str(tmp_path)) == [True]
+
+
 def test_a_restart_before_the_steps_keeps_the_traces_of_earlier_runs(
     tmp_path: Path,
 ) -> None:

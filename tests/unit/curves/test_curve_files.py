@@ -58,6 +58,17 @@ def test_a_log_of_megatrons(tmp_path: Path) -> None:
     }
 
 
+def test_a_log_with_several_validation_sets(tmp_path: Path) -> None:
+    log = LOG.replace("validation loss", "validation-0 loss")
+    found = points(written(tmp_path, log), validation="lm loss validation-0")
+    assert found["validation"] == [(2, 9.612), (4, 8.5)]
+
+
+def test_a_csv_with_the_mark_of_its_bytes_order(tmp_path: Path) -> None:
+    table = "\ufeffstep,loss\n1,3.0\n2,2.0\n"
+    assert points(written(tmp_path, table, "a.csv"))["train"] == [(1, 3.0), (2, 2.0)]
+
+
 def test_json_lines_and_the_quickstarts_json(tmp_path: Path) -> None:
     """A loss's name tells its kind: a perplexity is none."""
     rows = [
