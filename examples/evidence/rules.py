@@ -8,9 +8,10 @@ rate.
 
 The model, the text and the steps are convergence.py's "as tuned", and so are momentum,
 warm-up and, for rules that take one, weight decay: they were tuned for Muon, not for
-the other rules. Rates are powers of two times a first one, the best of them is repeated
-with two more seeds. The larger model has each rule's best rate of the small one, half
-of it and twice it. Runs that are in the work folder are not repeated.
+the other rules. Rates are powers of two times a first one; where the best is the first
+or last of them, the next one is tried, too. The best is repeated with two more seeds.
+The larger model starts with each rule's best rate of the small one, half of it and
+twice it. Runs that are in the work folder are not repeated.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from convergence import SEEDS, tuned_flags
+from reports import lead
 from training import HERE, Study, best, write
 
 
@@ -65,21 +67,22 @@ def _larger(row: Row, small: dict[str, Any]) -> Row:
 def measure(study: Study, row: Row, tuned: dict[str, Any]) -> dict[str, Any]:
     """The runs of a row at its best rate."""
     flags = f"{tuned_flags(tuned, row.optimizer)} {row.flags}"
-    tried = study.losses(row.optimizer, row.rates, SEEDS[:1], flags)
+    tried = study.searched(row.optimizer, row.rates, SEEDS[:1], flags)
     rate = best(tried)
     return {
         "flags": row.flags,
         "lr": rate,
-        "at_edge": rate in (row.rates[0], row.rates[-1]),
         "tried": {f"{one:g}": seeds[0]["loss"] for one, seeds in tried.items()},
         "runs": study.losses(row.optimizer, (rate,), SEEDS, flags)[rate],
     }
 
 
 def table(report: dict[str, Any]) -> str:
-    """In Markdown; a rate at the edge of its grid has a star."""
-    lines = ["| rule | lr: loss of seed 1 | best lr | loss, three seeds |"]
-    lines.append("|---|---|--:|--:|")
+    """In Markdown."""
+    lines = [
+        "| rule | lr: loss of seed 1 | best lr | loss, three seeds | leading ratio |",
+        "|---|---|--:|--:|--:|",
+    ]
     for name, row in ROWS.items():
         if name not in report:
             continue
@@ -92,11 +95,19 @@ def table(report: dict[str, Any]) -> str:
         cells = [
             row.label,
             ", ".join(tried),
-            f"{found['lr']:g}{'*' * found['at_edge']}",
+            f"{found['lr']:g}",
             f"{statistics.fmean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
+            "" if name == "adamw" else _lead(report["adamw"], found),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _lead(adamw: dict[str, Any], rule: dict[str, Any]) -> str:
+    found = lead({"adam": adamw, "muon": rule})
+    if found.ratio is None:
+        return "never"
+    return f"{found.ratio:.2f} ({min(found.ratios):.2f} to {max(found.ratios):.2f})"
 
 
 def main() -> None:

@@ -47,6 +47,22 @@ class Study:
             for rate in rates
         }
 
+    def searched(
+        self,
+        optimizer: str,
+        rates: tuple[float, ...],
+        seeds: tuple[int, ...],
+        flags: str,
+    ) -> dict[float, list[dict[str, Any]]]:
+        """``losses``, with half or twice a rate as long as the best is the first or
+        last one.
+        """
+        tried = self.losses(optimizer, rates, seeds, flags)
+        while (rate := best(tried)) in (min(tried), max(tried)):
+            further = rate / 2 if rate == min(tried) else 2 * rate
+            tried |= self.losses(optimizer, (further,), seeds, flags)
+        return dict(sorted(tried.items()))
+
 
 def _kept(run: dict[str, Any]) -> dict[str, Any]:
     """What a figure needs of a run: curves with four decimals, training losses as

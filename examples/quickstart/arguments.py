@@ -63,6 +63,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-query-groups", type=int, default=1)
     group.add_argument("--seq-length", type=int, default=128)
     group.add_argument("--init-method-std", type=float, default=0.02)
+    _switch(group, "--use-mup", text="of megatron-core 0.17 and newer")
+    group.add_argument("--mup-base-hidden-size", type=int, default=None)
     _switch(group, "--swiglu", "--untie-embeddings-and-output-weights", "--bf16")
     _switch(group, "--disable-bias-linear", "--multi-latent-attention")
     group.add_argument("--q-lora-rank", type=int, default=96)
@@ -108,6 +110,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-rule", default="muon")
     group.add_argument("--muon-momentum", type=float, default=0.95)
     group.add_argument("--muon-matched-adamw-rms", type=float, default=0.2)
+    group.add_argument("--muon-scale-mode", default="spectral")
     group.add_argument("--muon-ns-steps", type=int, default=5)
     _switch(group, "--no-muon-nesterov")
     group.add_argument(

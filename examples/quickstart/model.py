@@ -75,7 +75,12 @@ def model_config(args: Namespace) -> TransformerConfig:
         finalize_model_grads_func=finalize_model_grads,
         **({"log_max_attention_logit": True} if args.log_max_attention_logit else {}),
         **(_experts(args) if args.num_experts else {}),
+        **(_by_width(args) if args.use_mup else {}),
     )
+
+
+def _by_width(args: Namespace) -> dict[str, object]:
+    return {"use_mup": True, "mup_base_hidden_size": args.mup_base_hidden_size}
 
 
 def _experts(args: Namespace) -> dict[str, object]:
@@ -127,6 +132,7 @@ def set_initial_weights(gpt: GPTModel, seed: int, std: float) -> None:
     in the whole model, so any TP, PP and DP start from the same weights.
     """
     depth_scale = 1 / math.sqrt(2 * gpt.config.num_layers)
+    width_scale = 1 / math.sqrt(getattr(gpt.config, "mup_width_mult", 1.0))
     for name, param in gpt.named_parameters():
         if name.endswith("bias"):
             param.zero_()
@@ -134,6 +140,7 @@ def set_initial_weights(gpt: GPTModel, seed: int, std: float) -> None:
             param.fill_(1.0)
         else:
             scale = std * (depth_scale if name.endswith(SCALED_BY_DEPTH) else 1.0)
+            scale *= width_scale if name.startswith("decoder.") else 1.0
             whole = _draw(_global_name(gpt, name), _whole_shape(param), seed) * scale
             param.copy_(
                 _my_slice(whole, param, gpt.config.gated_linear_unit and "fc1" in name)

@@ -94,6 +94,7 @@ def build_optimizer(
             megatron_muon.MuonConfig(
                 rule=args.muon_rule,
                 matched_adamw_rms=args.muon_matched_adamw_rms,
+                scale_mode=args.muon_scale_mode,
                 momentum=args.muon_momentum,
                 nesterov=not args.no_muon_nesterov,
                 ns_steps=args.muon_ns_steps,
@@ -119,7 +120,7 @@ def build_optimizer(
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
     )
-    optimizer = get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, [model], **rates_by_width(args, config))
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -137,6 +138,18 @@ def build_optimizer(
     if args.overlap_grad_reduce:
         model.config.no_sync_func = model.no_sync
     return optimizer, scheduler
+
+
+def rates_by_width(args: Namespace, config: OptimizerConfig) -> dict[str, Any]:
+    """muP's, for AdamW's parameters, as Megatron-LM's training gives them."""
+    if not args.use_mup:
+        return {}
+    from megatron.core import optimizer
+
+    width = args.hidden_size / (args.mup_base_hidden_size or args.hidden_size)
+    usual = optimizer.get_standard_config_overrides(config)
+    mup = optimizer.get_mup_config_overrides(config, width, args.optimizer)
+    return {"config_overrides": {**usual, **mup}}
 
 
 def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, list[Batches]]:

@@ -50,21 +50,23 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     finetuning = script("finetuning")
     report = recorded("finetuning.json")
     assert finetuning.table(report) in REPORT
-    assert script("rules").table(recorded("rules.json")) in REPORT
-    gradients = script("policy_gradient")
-    assert gradients.table(recorded("policy_gradient.json")) in REPORT
+    for name in ("rules", "rules_larger", "mup", "policy_gradient"):
+        module = script(name.removesuffix("_larger"))
+        assert module.table(recorded(f"{name}.json")) in REPORT
     page = (ROOT / "docs" / "finetuning.md").read_text()
     assert finetuning.rates_table(report, "adam") in page
     stress = script("stress")
     assert stress.table(stress.recorded(EVIDENCE / "figures")) in REPORT
 
 
-def test_the_readme_has_the_ratio_of_both_tuned() -> None:
-    ((ratio, spread),) = re.findall(
-        r"^\| as tuned \|.*\| (\S+) \((.*)\) \|$", REPORT, re.MULTILINE
-    )
+def test_the_readme_has_the_ratios_of_both_tuned(script: Any) -> None:
+    larger = script("rules").table(recorded("rules_larger.json"))
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"a leading ratio of {ratio} ({spread} over seeds)" in readme
+    for text, row in ((REPORT, "as tuned"), (larger, "Muon")):
+        ((ratio, spread),) = re.findall(
+            rf"^\| {row} \|.*\| (\S+) \((.*)\) \|$", text, re.MULTILINE
+        )
+        assert f"a leading ratio of {ratio} ({spread} over seeds)" in readme
 
 
 def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
