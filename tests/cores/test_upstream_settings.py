@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "norms of a weight that is split": (
         {"fields": NORMUON},
         "linear_qkv.weight: rule (--muon-rule) adaptive_normuon has a norm of the "
-        "whole weight, which is 3 matrices with homes of their own: give split_qkv (",
+        "whole weight, which is 3 matrices with homes of their own: give --muon-no-",
     ),
     "another optimizer of the rest": (
         {"fields": DIST | {"muon_scalar_optimizer": "lion"}},
