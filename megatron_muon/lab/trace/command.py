@@ -38,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
     add_outputs(parser, plot="each rank's bar")
     args = parsed(parser, argv)
     paths: list[Path] = args.runs
-    if len(paths) > 1 and paths[0] == Path(
-        "report"
-    ):  # a verb, which earlier versions need
+    if paths[0] == Path("report"):  # a verb, which earlier versions need
         paths = paths[1:]
     if not paths:
         parser.error("the following arguments are required: TRACE")
