@@ -27,8 +27,7 @@ _TRAIN = re.compile(
 )
 _EVALUATED = re.compile(
     r"validation(\S{0,80}) loss at iteration (\d+)(?: on validation set)? \| "
-    r"(\S{0,80}lm loss) "
-    rf"value: {_NUMBER} \|"
+    rf"(\S{{0,80}}lm loss) value: {_NUMBER} \|"
 )
 _NO_LOSS = frozenset("ppl perplexity vs scale scaling aux load balancing".split())
 Columns = dict[str, list[tuple[float, float]]]

@@ -78,8 +78,7 @@ class MegatronTraces:
         self._profiler: profile | None = None
         self._file: Path | None = None
         self._first_traced = 0  # a run may restart within the chosen steps
-        self._has_begun = False
-        self._latest = 0  # step that has begun
+        self._latest = 0  # step that has begun; 0 before the first
 
     @property
     def is_open(self) -> bool:
@@ -101,12 +100,11 @@ class MegatronTraces:
             OSError: the trace cannot be written.
         """
         last = self._steps[-1] if self._steps else number
-        if not self._has_begun and number > last:
+        if self._latest == 0 and number > last:
             self._say(
                 f"no step is traced: the last of them is {last}, and this run starts "
                 f"at {number}"
             )
-        self._has_begun = True
         self._latest = number
         if number not in self._steps:
             yield
