@@ -32,15 +32,16 @@ _PANELS, _PANELLED = 4, 384
 
 # From which short side on each home of a shared matrix makes rows of its squares, by
 # the number of strips. On a CPU from where products take longer than messages of a few
-# hundred KiB. CUDA's are of the time model of an H100: with messages between them, two
-# homes' rows gain from twice the side on from which those of four do. A library's
-# kernel makes half a square, so that two strips do not pay, and four do later. More
-# strips than a node has GPUs (``node_ranks``) would send rows far.
+# hundred KiB. CUDA's are of the time model of an H100: from 3,072 rows on messages take
+# less time than the products that they save, and from 4,096 on a fifth is gained for
+# the launches. A library's kernel makes half a square, so that two strips do not pay,
+# and four do later. More strips than a node has GPUs (``node_ranks``) would send rows
+# far.
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),
-    "cuda": ((range(2, 4), 8192), (range(4, NODE + 1), 4096)),
-    "cuda_symmetric": ((range(4, NODE + 1), 8192),),
+    "cuda": ((range(2, NODE + 1), 4096),),
+    "cuda_symmetric": ((range(4, NODE + 1), 5120),),
 }
 
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9
@@ -83,9 +84,9 @@ def takes_gram(rows: int, cols: int, numerics: Numerics) -> bool:
     short = min(rows, cols)
     long = max(rows, cols)
     kind = _products_of_squares(short, numerics)
-    square = symmetric_flops(short, short, kind)
-    gram = _gram_flops(short, long, numerics.segments, kind, square)
-    standard = _standard_flops(short, long, numerics, kind)
+    gram = _flops(short, long, numerics, kind, takes_gram=True)
+    plain = _kind_of(kind, takes_gram=False)
+    standard = _flops(short, long, numerics, plain, takes_gram=False)
     of_kernel = _FLOPS_OF_KERNEL[kind]
     gram += of_kernel * _gram_kernels(numerics, kind)
     standard += of_kernel * _standard_kernels(numerics, kind)
@@ -117,14 +118,17 @@ def strip_flops(
 
     It makes the whole squares, or its rows of them (``makes_rows``).
     """
-    short, kind = min(rows, cols), numerics.products
-    if not strips_take_gram(rows, cols, count, numerics):
-        return _standard_flops(short, long, numerics, kind)
-    square = symmetric_flops(short, short, kind)
-    if makes_rows(rows, cols, count, numerics):
-        start, stop = square_rows(short, number, count)
-        square = 2 * (stop - start) * short * short
-    return _gram_flops(short, long, numerics.segments, kind, square)
+    short = min(rows, cols)
+    takes = strips_take_gram(rows, cols, count, numerics)
+    kind = _kind_of(numerics.products, takes_gram=takes)
+    if not makes_rows(rows, cols, count, numerics):
+        return _flops(short, long, numerics, kind, takes_gram=takes)
+    start, stop = square_rows(short, number, count)
+    square = 2 * (stop - start) * short * short
+    first = _flops_in_halves(short, long, kind)
+    if takes:
+        return _gram_flops(short, long, numerics.segments, first, square)
+    return _standard_flops(short, long, numerics, first, square)
 
 
 def repeated_flops(rows: int, cols: int, count: int, numerics: Numerics) -> int:
@@ -141,8 +145,9 @@ def makes_rows(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
 
     Such a matrix gets the Gram iteration wherever ``ns_iteration`` leaves the choice.
     """
-    is_far = numerics.on_gpu and count > numerics.config.node_ranks
-    if is_far or numerics.iteration == "standard":
+    if numerics.on_gpu and count > numerics.config.node_ranks:
+        return False
+    if numerics.iteration == "standard" and not _powers(numerics.steps):
         return False
     short = min(rows, cols)
     kind = _products_of_squares(short, numerics)
@@ -151,7 +156,9 @@ def makes_rows(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
 
 def strips_take_gram(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
     """``takes_gram`` of a matrix in ``count`` strips."""
-    return makes_rows(rows, cols, count, numerics) or takes_gram(rows, cols, numerics)
+    if numerics.iteration == "auto" and makes_rows(rows, cols, count, numerics):
+        return True
+    return takes_gram(rows, cols, numerics)
 
 
 def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
@@ -161,19 +168,35 @@ def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
     return number * short // count, (number + 1) * short // count
 
 
+def halves(short: int) -> tuple[tuple[int, int], ...]:
+    """Start and stop of the columns of a square that travel together, where homes make
+    rows of it.
+
+    While one half travels, the other one is multiplied. Rows of both begin at multiples
+    of 16 bytes.
+    """
+    middle = short // (2 * _KERNEL_ALIGNMENT) * _KERNEL_ALIGNMENT
+    return ((0, middle), (middle, short)) if middle else ((0, short),)
+
+
 def gathers_of_rows(
     rows: int, cols: int, count: int, numerics: Numerics
 ) -> tuple[int, ...]:
-    """How often rows are put together after each sum of squares: P and R of a step, and
-    Q.
+    """How often rows are put together after each sum of squares.
 
-    Squares are added in each step of the standard iteration, or in each Gram segment.
+    Squares are added in each step of the standard iteration, whose P is put together
+    then, or in each Gram segment: then P and R of a step, and Q. A segment of one step
+    needs only the rows of its P.
     """
+    by_rows = makes_rows(rows, cols, count, numerics)
     if not strips_take_gram(rows, cols, count, numerics):
-        return (0,) * len(numerics.steps)
-    if not makes_rows(rows, cols, count, numerics):
+        return tuple(int(by_rows and c != 0) for _, _, c in numerics.steps)
+    if not by_rows:
         return (0,) * len(numerics.segments)
-    return tuple(_powers(part) + len(part) for part in numerics.segments)
+    return tuple(
+        len(part) + (_powers(part) if len(part) > 1 else 0)
+        for part in numerics.segments
+    )
 
 
 def scratch_elements(rows: int, cols: int) -> int:
@@ -225,26 +248,51 @@ def _products_of_squares(short: int, numerics: Numerics) -> Device:
     return "cuda" if has_kernel and not fits_kernel(short, short) else numerics.products
 
 
-def _standard_flops(short: int, long: int, numerics: Numerics, device: Device) -> int:
-    """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n); a CPU uses no
-    panels.
+def _flops_in_halves(short: int, long: int, kind: Device) -> int:
+    """Flops of XXᵀ, half of whose columns are made at a time: two squares, and what is
+    below the first one.
     """
-    kind = device if is_cuda(device) else "cuda"
-    whole = symmetric_flops(short, long, kind) + 2 * short * short * long
-    power = symmetric_flops(short, short, kind)
-    return len(numerics.steps) * whole + _powers(numerics.steps) * power
+    sizes = [stop - start for start, stop in halves(short)]
+    below = 2 * sizes[0] * sum(sizes[1:]) * long
+    return below + sum(symmetric_flops(size, long, kind) for size in sizes)
 
 
-def _gram_flops(
-    short: int, long: int, parts: Segments, device: Device, square: int
+def _kind_of(products: Device, *, takes_gram: bool) -> Device:
+    """The kind of device whose squares an iteration makes: a CPU uses panels in Gram's
+    only.
+    """
+    return products if takes_gram or is_cuda(products) else "cuda"
+
+
+def _flops(
+    short: int, long: int, numerics: Numerics, kind: Device, *, takes_gram: bool
 ) -> int:
-    """A segment is XXᵀ, QX and, between them, products of (m, m), ``square`` flops
-    each.
+    """Flops of an iteration that makes whole squares."""
+    first = symmetric_flops(short, long, kind)
+    square = symmetric_flops(short, short, kind)
+    if takes_gram:
+        return _gram_flops(short, long, numerics.segments, first, square)
+    return _standard_flops(short, long, numerics, first, square)
+
+
+def _standard_flops(
+    short: int, long: int, numerics: Numerics, first: int, square: int
+) -> int:
+    """Each step is XXᵀ (``first``), AA (``square``; none where c is 0) and BX
+    (2m²n).
+    """
+    whole = first + 2 * short * short * long
+    return len(numerics.steps) * whole + _powers(numerics.steps) * square
+
+
+def _gram_flops(short: int, long: int, parts: Segments, first: int, square: int) -> int:
+    """A segment is XXᵀ (``first``), QX and, between them, products of (m, m),
+    ``square`` flops each.
 
     These are RR in each step (none where c is 0), QZ in each but the first, and two
     products for the next R in each but the last.
     """
-    whole = symmetric_flops(short, long, device) + 2 * short * short * long
+    whole = first + 2 * short * short * long
     squares = sum(_powers(part) + 3 * (len(part) - 1) for part in parts)
     return len(parts) * whole + squares * square
 

@@ -12,7 +12,8 @@ differs from a whole matrix's by rounding only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import factor_of
 from megatron_muon.orthogonalize.iteration import (
+    halves,
     makes_rows,
     square_rows,
     strips_take_gram,
@@ -38,9 +40,19 @@ from megatron_muon.orthogonalize.normalization import (
 from megatron_muon.orthogonalize.numerics import Numerics, Segments, Steps
 
 
+class Arriving(Protocol):
+    """A tensor that messages under way complete."""
+
+    def wait(self) -> Tensor:
+        """The tensor; the first call waits for the messages."""
+
+
 class Sharing(Protocol):
     """The homes of a matrix's strips; each of them calls the same methods in the same
     order.
+
+    Each strip has its rows of a square (``iteration.square_rows``), and a home those of
+    its strips, one after another. Squares may come in parts of some of their columns.
 
     Attributes:
         numbers: numbers of the strips that are here.
@@ -56,21 +68,16 @@ class Sharing(Protocol):
     def all_numbers(self, mine: Tensor) -> Tensor:
         """``(strips, k)`` in the order of strips, from ``(strips here, k)`` fp32."""
 
-    def add(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum of the squares of all strips, from those that are here, each ``(m,
-        m)``.
+    def start_sum(self, squares: Sequence[Tensor]) -> Arriving:
+        """This home's rows of the sum of all strips' squares, from the squares of those
+        that are here, each ``(m, k)``.
 
-        It is added in fp32 in the order of strips, and rounded to the dtype of squares.
+        They are added in fp32 in the order of strips, and rounded to the dtype of
+        squares.
         """
 
-    def together(
-        self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]
-    ) -> Tensor:
-        """A square, ``(m, m)``, from the rows of each strip here.
-
-        Args:
-            places: start and stop of every strip's rows (``iteration.square_rows``).
-        """
+    def start_together(self, rows: Tensor) -> Arriving:
+        """``(m, k)`` from each home's rows, ``(rows here, k)``."""
 
 
 def orthogonalize_strips(
@@ -101,12 +108,12 @@ def orthogonalize_strips(
     # memory
     x = [one.mT if is_tall else one for one in entered]
     del entered
+    by_rows = makes_rows(*whole, sharing.count, numerics)
     with sums_in_fp32(strips[0].device):
         if strips_take_gram(*whole, sharing.count, numerics):
-            by_rows = makes_rows(*whole, sharing.count, numerics)
             _gram(x, numerics.segments, products, sharing, by_rows=by_rows)
         else:
-            _standard(x, numerics.steps, products.plain(), sharing)
+            _standard(x, numerics.steps, products.plain(), sharing, by_rows=by_rows)
     # every home's line shows what is wrong with Q, and only its own what its product
     # overflows
     lines = torch.stack([largest_of(one[:, 0]) for one in x]).float()
@@ -157,81 +164,216 @@ def _gram(
     ``x``.
     """
     of_squares = products.of_squares()
+    rows = _ByRows(x[0].size(0), of_squares, sharing)
     for number, part in enumerate(parts):
         unscale = products.unscale(is_last=number == len(parts) - 1)
-        gram = [of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))]
         if by_rows:
-            factor = _factor_by_rows(gram, part, of_squares, sharing)
-        else:
-            factor = factor_of(gram.pop(), part, of_squares)
+            made = _factor_by_rows([rows.square(x)], part, rows)
+            rows.apply(made, x, products, alpha=unscale)
+            del made
+            continue
+        gram = [_square(x, of_squares, sharing)]
+        factor = factor_of(gram.pop(), part, of_squares)
         for at, one in enumerate(x):
             x[at] = products.times(factor, one, alpha=unscale)
         del factor, one  # the next sum needs their memory
 
 
-def _factor_by_rows(
-    held: list[Tensor], steps: Steps, products: Products, sharing: Sharing
-) -> Tensor:
-    """``gram.factor_of`` where each strip makes rows of each square.
-
-    A product's rows follow from the same rows of its left operand. So Q and what is
-    multiplied twice stay in rows until they are the right operand: P in each step, R in
-    the next one, Q of X. ``held`` is R alone, which is taken out of the list, so that
-    its memory returns.
-    """
-    gram = held.pop()
-    places = [
-        square_rows(gram.size(0), number, sharing.count)
-        for number in range(sharing.count)
-    ]
-    spans = [places[number] for number in sharing.numbers]
-    own = [gram[start:stop] for start, stop in spans]  # rows of R
-    factor: list[Tensor] = []  # rows of Q
-    for step, (a, b, c) in enumerate(steps):
-        # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
-        alpha, power, rows = b, gram, own
-        if c != 0:
-            rows = [products.product(r, gram, r, beta=b, alpha=c) for r in own]
-            alpha, power = 1.0, sharing.together(rows, places)
-        if step == 0:
-            factor = [
-                _plus_diagonal(p, alpha, a, start, products)
-                for p, (start, _) in zip(rows, spans, strict=True)
-            ]
-        else:
-            factor = [
-                products.product(q, power, q, beta=a, alpha=alpha) for q in factor
-            ]
-        del rows
-        if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
-            own = [products.product(r, power, r, beta=a, alpha=alpha) for r in own]
-            own = [
-                products.product(half, power, half, beta=a, alpha=alpha) for half in own
-            ]
-            del gram, power
-            gram = sharing.together(own, places)
-    del gram, power, own
-    return sharing.together(factor, places)
-
-
-def _plus_diagonal(
-    power: Tensor, alpha: float, a: float, start: int, products: Products
-) -> Tensor:
-    """Rows of ``a + alpha·P`` from row ``start`` on."""
-    made = products.rounded(torch.mul(power, alpha))
-    made.diagonal(start).add_(a)
-    return products.rounded(made)
-
-
 def _standard(
-    x: list[Tensor], steps: Steps, products: Products, sharing: Sharing
+    x: list[Tensor],
+    steps: Steps,
+    products: Products,
+    sharing: Sharing,
+    *,
+    by_rows: bool,
 ) -> None:
     """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
+    rows = _ByRows(x[0].size(0), products, sharing)
     for step, (a, b, c) in enumerate(steps):
         unscale = products.unscale(is_last=step == len(steps) - 1)
-        square = products.rounded(sharing.add([products.square(one) for one in x]))
-        square, alpha = products.power_sum(square, b, c)
+        if by_rows:
+            made, alpha = rows.square(x), b
+            if c != 0:
+                made, alpha = rows.product(made, made, made, beta=b, alpha=c), 1.0
+            rows.apply(made, x, products, beta=a * unscale, alpha=alpha * unscale)
+            del made
+            continue
+        square, alpha = products.power_sum(_square(x, products, sharing), b, c)
         beta = products.fold(square, a * unscale, alpha * unscale)
         for at, one in enumerate(x):
             x[at] = products.times(square, one, beta=beta, alpha=alpha * unscale)
         del square, one
+
+
+def _square(x: Sequence[Tensor], products: Products, sharing: Sharing) -> Tensor:
+    """XXᵀ, ``(m, m)``, the sum of those of all strips."""
+    rows = sharing.start_sum([products.square(one) for one in x]).wait()
+    return sharing.start_together(products.rounded(rows)).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Square:
+    """A square, ``(m, m)``, of which each strip makes rows."""
+
+    rows: list[Tensor]  # of each strip that is here
+    # both halves of its columns, with the rows of all strips; none where only the rows
+    # are needed
+    halves: list[Arriving]
+
+
+class _ByRows:
+    """Squares and products of squares of which each strip makes its rows.
+
+    A product's rows follow from the same rows of its left operand, and half of its
+    columns from the same half of its right one. So each half travels as soon as it is
+    made, while the other one is multiplied.
+    """
+
+    def __init__(self, short: int, products: Products, sharing: Sharing) -> None:
+        self._products = products
+        self._sharing = sharing
+        self._halves = halves(short)
+        self._spans = [
+            square_rows(short, number, sharing.count) for number in sharing.numbers
+        ]
+
+    def square(self, x: Sequence[Tensor]) -> _Square:
+        """XXᵀ, the sum of those of all strips."""
+        each_in_halves = zip(*map(self._square_in_halves, x), strict=True)
+        sums = [self._sharing.start_sum(squares) for squares in each_in_halves]
+        own: list[Tensor] = []
+        arriving: list[Arriving] = []
+        for half in sums:
+            own.append(self._products.rounded(half.wait()))
+            arriving.append(self._sharing.start_together(own[-1]))
+        sizes = [stop - start for start, stop in self._spans]
+        return _Square(
+            list(torch.split_with_sizes(torch.cat(own, dim=1), sizes)), arriving
+        )
+
+    def product(
+        self,
+        left: _Square,
+        right: _Square,
+        linear: _Square,
+        *,
+        beta: float,
+        alpha: float,
+        travels: bool = True,
+    ) -> _Square:
+        """``beta·linear + alpha·left@right``."""
+        rows = [torch.empty_like(own) for own in left.rows]
+        arriving: list[Arriving] = []
+        for columns, half in zip(self._halves, right.halves, strict=True):
+            square = half.wait()
+            within = slice(*columns)
+            for out, own, added in zip(rows, left.rows, linear.rows, strict=True):
+                self._products.product(
+                    own,
+                    square,
+                    added[:, within],
+                    beta=beta,
+                    alpha=alpha,
+                    out=out[:, within],
+                )
+            if travels:
+                arriving.append(self._together(rows, within))
+        return _Square(rows, arriving)
+
+    def plus_diagonal(
+        self, power: _Square, alpha: float, a: float, *, travels: bool
+    ) -> _Square:
+        """``a + alpha·power``."""
+        rows = []
+        for own, (start, _) in zip(power.rows, self._spans, strict=True):
+            made = self._products.rounded(torch.mul(own, alpha))
+            made.diagonal(start).add_(a)
+            rows.append(self._products.rounded(made))
+        columns = self._halves if travels else ()
+        return _Square(rows, [self._together(rows, slice(*each)) for each in columns])
+
+    def apply(
+        self,
+        square: _Square,
+        x: list[Tensor],
+        products: Products,
+        *,
+        beta: float | None = None,
+        alpha: float,
+    ) -> None:
+        """X ← ``beta·X + alpha·SX``, by ``products``; beta None: no linear term.
+
+        S is symmetric but for rounding, so half of its columns make half of the
+        result's rows.
+        """
+        for at, one in enumerate(x):
+            made = one.new_empty(one.shape)
+            for columns, half in zip(self._halves, square.halves, strict=True):
+                within = slice(*columns)
+                linear = None if beta is None else one[within]
+                products.product(
+                    half.wait().mT,
+                    one,
+                    linear,
+                    beta=beta or 0.0,
+                    alpha=alpha,
+                    out=made[within],
+                )
+            x[at] = made
+
+    def _square_in_halves(self, x: Tensor) -> Iterator[Tensor]:
+        """Halves of the columns of XXᵀ: what the second one has above its own square is
+        what the first one has below.
+        """
+        (_, middle), _ = self._halves
+        upper, lower = x[:middle], x[middle:]
+        first = x.new_empty(x.size(0), middle)
+        self._products.square(upper, out=first[:middle])
+        below = first[middle:]
+        unscale = self._products.scale**-2
+        self._products.product(lower, upper.mT, alpha=unscale, out=below)
+        yield first
+        second = x.new_empty(x.size(0), x.size(0) - middle)
+        second[:middle].copy_(below.mT)
+        self._products.square(lower, out=second[middle:])
+        yield second
+
+    def _together(self, rows: Sequence[Tensor], within: slice) -> Arriving:
+        """Columns of a square, from its rows at each home."""
+        return self._sharing.start_together(torch.cat([own[:, within] for own in rows]))
+
+
+def _factor_by_rows(held: list[_Square], steps: Steps, by_rows: _ByRows) -> _Square:
+    """``gram.factor_of`` where each strip makes rows of each square.
+
+    Q travels once it is complete. ``held`` is R alone, which is taken out of the list,
+    so that its memory returns.
+    """
+    gram = held.pop()
+    factor: _Square | None = None
+    for step, (a, b, c) in enumerate(steps):
+        is_last = step == len(steps) - 1
+        # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
+        alpha, power = b, gram
+        if c != 0:
+            alpha = 1.0
+            travels = len(steps) > 1
+            power = by_rows.product(gram, gram, gram, beta=b, alpha=c, travels=travels)
+        if is_last:
+            del gram
+        else:  # R ← (a + Z)R(a + Z)
+            half = by_rows.product(
+                gram, power, gram, beta=a, alpha=alpha, travels=False
+            )
+            del gram
+            gram = by_rows.product(half, power, half, beta=a, alpha=alpha)
+            del half
+        if factor is None:  # before, Q is 1
+            factor = by_rows.plus_diagonal(power, alpha, a, travels=is_last)
+        else:  # while R travels
+            factor = by_rows.product(
+                factor, power, factor, beta=a, alpha=alpha, travels=is_last
+            )
+        del power
+    assert factor is not None
+    return factor

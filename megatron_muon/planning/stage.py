@@ -33,7 +33,12 @@ from megatron_muon.planning.homes import (
 )
 from megatron_muon.planning.layout import MatrixShape, Parameter
 from megatron_muon.planning.rounds.cut import ROUND_PS, Rounds, ways_to_cut
-from megatron_muon.planning.sharing.strip_time import StripTime, faster_near, strip_time
+from megatron_muon.planning.sharing.strip_time import (
+    LARGE_PRODUCTS,
+    StripTime,
+    faster_near,
+    strip_time,
+)
 from megatron_muon.planning.sharing.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -52,10 +57,6 @@ from megatron_muon.settings.patterns import AT_HOMES, only
 # the bound is about as far from the time model's order of choices
 _LEAST_GAIN = Fraction(1, 96)
 _LEAST_PS = 200_000_000  # less is no gain
-# Speed of large products over ``rank_tflops``, whose default is 40 % of a data sheet's.
-# The time model of an H100 has 65 to 71 % for matrices that can gain by being shared.
-# At 40 % a plan shares what does not pay: work seems longer than it is beside messages.
-_LARGE_PRODUCTS = Fraction(13, 8)
 # A matrix that leaves its rank for another's travels there and back, between nodes in
 # 1.6 to 2.4 times its own Newton-Schulz by the same model, of 2,048 x 7,168 without and
 # with a kernel.
@@ -346,5 +347,5 @@ def with_later(
 
 def _at_large(price: Price) -> Price:
     """The same times, in a finer unit, where products are faster."""
-    slower, faster = _LARGE_PRODUCTS.denominator, _LARGE_PRODUCTS.numerator
+    slower, faster = LARGE_PRODUCTS.denominator, LARGE_PRODUCTS.numerator
     return Price(price.flop * slower, price.element * faster, price.picosecond * faster)

@@ -9,9 +9,10 @@ import pytest
 
 from megatron_muon.lab.pricing import memory
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA
-from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
+from megatron_muon.lab.pricing.kernels import newton_schulz
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import around, host_python, price_step
+from megatron_muon.lab.pricing.strips import newton_schulz_strip
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, traffic_of
 from megatron_muon.orthogonalize.iteration import (
     ns_flops,

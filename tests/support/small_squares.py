@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron_muon.lab.pricing import kernels
+from megatron_muon.lab.pricing import strips
 from megatron_muon.orthogonalize import iteration
 
 
@@ -20,7 +20,7 @@ def rows_of_small_squares(least: int = 16) -> Iterator[None]:
     table = dict.fromkeys(
         ("cpu", "cpu_bf16", "cuda", "cuda_symmetric"), ((range(2, 64), least),)
     )
-    caches = iteration.makes_rows, iteration.strip_flops, kernels.newton_schulz_strip
+    caches = iteration.makes_rows, iteration.strip_flops, strips.newton_schulz_strip
     with mock.patch.object(iteration, "_BY_ROWS", table):
         for cached in caches:
             cached.cache_clear()

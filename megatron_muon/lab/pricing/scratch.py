@@ -178,54 +178,61 @@ def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     # one strip's next iterate
     made = itemsize * short * max(matrix.long for matrix in own)
     square = itemsize * short * short
-    if makes_rows(*own[0].whole, strip.count, numerics):
-        multiplying = _making_rows(own, itemsize, numerics)
-    elif strips_take_gram(*own[0].whole, strip.count, numerics):
+    by_rows = makes_rows(*own[0].whole, strip.count, numerics)
+    takes_gram = strips_take_gram(*own[0].whole, strip.count, numerics)
+    adding = _adding(own, size, itemsize, by_rows=by_rows)
+    if by_rows:
+        rows = _rows_here(own) * short * itemsize
+        sent = rows if min(size, strip.count) > 1 else 0
+        parts = numerics.segments if takes_gram else []
+        multiplying = 2 * square + 2 * rows + sent
+        for part in parts:
+            multiplying = max(multiplying, _making_rows(len(part), square, rows, sent))
+        return max(adding, multiplying, made + square + rows)
+    if takes_gram:
         multiplying = 4 * square
     else:
         multiplying = square * (1 + any(c != 0 for _, _, c in numerics.steps))
-    return max(_adding(own, size, itemsize), multiplying, made + square)
+    return max(adding, multiplying, made + square)
 
 
-def _adding(own: Sequence[Matrix], size: int, itemsize: int) -> int:
-    """Bytes while squares are added: those of the strips here, and this home's rows of
-    all others.
-
-    First the rows of squares that leave are beside them. Later it is this home's rows
-    of the sum in fp32, a rounded copy of these rows, and the whole sum if other homes
-    make rows of it.
-    """
-    strip, short = own[0].strip, min(own[0].whole)
-    assert strip is not None
-    homes = min(size, strip.count)
-    numbers = short * -(-short // homes)
-    square, part = itemsize * short * short, itemsize * numbers
-    leaving = len(own) * (square - part)
-    rounded = part if itemsize < _FP32 else 0  # a sum in fp32 is not copied
-    summing = _FP32 * numbers + rounded + (square if homes > 1 else 0)
-    return len(own) * square + (strip.count - len(own)) * part + max(leaving, summing)
-
-
-def _making_rows(own: Sequence[Matrix], itemsize: int, numerics: Numerics) -> int:
-    """Bytes of R and P, and of this home's rows of R, P and Q, in the highest of Gram's
-    steps.
-
-    Putting rows together takes no more than the products before and after it.
-    """
+def _rows_here(own: Sequence[Matrix]) -> int:
+    """Number of rows of a square that the strips here make."""
     first, last = own[0].strip, own[-1].strip
     assert first is not None and last is not None
     short = min(own[0].whole)
     start, _ = square_rows(short, first.number, first.count)
     _, stop = square_rows(short, last.number, first.count)
-    rows, square = itemsize * short * (stop - start), itemsize * short * short
-    most = 0
-    for part in numerics.segments:
-        for step, (_, _, c) in enumerate(part):
-            makes_power = c != 0  # else P is R
-            # While Q is multiplied: its next rows, and P's. After the first step Q's
-            # and R's rows have memory of their own, too.
-            copies = 1 + makes_power + 2 * (step > 0)
-            if step < len(part) - 1:  # then R is: Q's rows, and R's old and new ones
-                copies = max(copies, 3)
-            most = max(most, (1 + makes_power) * square + copies * rows)
-    return most
+    return stop - start
+
+
+def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -> int:
+    """Bytes while squares are added: those of the strips here, this home's rows of all
+    others, the rows of squares that have left, and this home's rows of the sum in fp32
+    and rounded. By rows these are of one half.
+    """
+    strip, short = own[0].strip, min(own[0].whole)
+    assert strip is not None
+    numbers = short * _rows_here(own)
+    square, part = itemsize * short * short, itemsize * numbers
+    has_others = min(size, strip.count) > 1
+    left = len(own) * (square - part) if has_others else 0
+    rounded = part if itemsize < _FP32 else 0  # a sum in fp32 is not copied
+    summing = (_FP32 * numbers + rounded) // (2 if by_rows else 1)
+    return len(own) * square + (strip.count - len(own)) * part + left + summing
+
+
+def _making_rows(steps: int, square: int, rows: int, sent: int) -> int:
+    """Bytes of a Gram segment's squares in its highest step.
+
+    Args:
+        steps: number of the segment's steps.
+        square: bytes of a square that has come together.
+        rows: bytes of this home's rows of one.
+        sent: bytes of those that are under way.
+    """
+    if steps == 1:  # Q, of which P's rows are made
+        return square + 2 * rows + sent
+    # P and the next R, with the product between them or the first Q
+    most = 2 * square + 3 * rows + sent
+    return most + rows if steps > 2 else most  # another Q

@@ -23,11 +23,10 @@ from megatron_muon.lab.pricing.kernels import (
     batches,
     foreach,
     newton_schulz,
-    newton_schulz_strip,
-    rows_for_columns,
     stream,
 )
 from megatron_muon.lab.pricing.streams import WAITING, Streams
+from megatron_muon.lab.pricing.strips import newton_schulz_strip, rows_for_columns
 from megatron_muon.lab.pricing.work import (
     WIDE,
     Optimizer,

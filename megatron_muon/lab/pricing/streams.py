@@ -116,7 +116,7 @@ class Streams:
         hardware, launch = self.hardware, self.hardware.launch_us * MICRO
         begin = self.host[rank] + hardware.phase_us * MICRO
         self.launches[rank] += cost.launches
-        self.host[rank] = begin + cost.launches * launch
+        self.host[rank] = begin + cost.launches * launch + cost.host
         if self._host_works:
             end = max(self.compute[rank], self.host[rank]) + cost.seconds
             self.host[rank] = end

@@ -13,12 +13,22 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_muon.orthogonalize.iteration import gathers_of_rows
+from megatron_muon.orthogonalize.iteration import (
+    halves,
+    makes_rows,
+    strips_take_gram,
+    symmetric_flops,
+)
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.layout import Strip
+from megatron_muon.planning.sharing.halves import Operation, operations, run
 from megatron_muon.settings.run import NODE
 
+# Speed of large products over ``rank_tflops``, whose default is 40 % of a data sheet's.
+# The time model of an H100 has 65 to 71 % for matrices that can gain by being shared.
+# At 40 % a plan shares what does not pay: work seems longer than it is beside messages.
+LARGE_PRODUCTS = Fraction(13, 8)
 # Speeds by LINK_GBYTES, that of a link between nodes. An H100's link inside a node
 # sends 450 GB/s each way and reaches 0.7 of it, its memory 3,350 and 0.8, its port 50
 # and 0.85 (``presets``). A stated link changes neither.
@@ -32,9 +42,11 @@ _STRIP_KERNELS, _STRIP_BYTES = 24, 38
 # Of a sum of squares, in halves of the square: copies into and out of messages, sums in
 # fp32.
 _SUM_HALVES = 15
-# Of one's own rows, each time that rows are put together: a copy of them, and the
-# linear terms of the 14 products for 10 such times in five steps.
-_ROW_PASSES = 5
+# Kernels of a sum of squares, beside one for each home.
+_SUM_KERNELS = 4
+# Kernels of an operation where homes make rows of squares. Their passes over linear
+# terms and messages are in ``LARGE_PRODUCTS``, as those of whole matrices are.
+_PRODUCT_KERNELS = 3
 # Of a strip's rows and of its columns: into a message, out of it, and where they came
 # from.
 _EXCHANGE_PASSES = 2 * 5
@@ -79,23 +91,89 @@ def strip_time(
     if strip is None:
         return StripTime()
     homes = min(size, strip.count)
-    square = min(strip.rows, strip.cols) ** 2
-    gathers = gathers_of_rows(strip.rows, strip.cols, strip.count, numerics)
-    sums = len(gathers)
-    rows = sum(gathers)
-    travels = (2 * sums + rows) * square
-    passes = _STRIP_BYTES * own // numerics.itemsize
-    passes += _SUM_HALVES * sums * square // 2 + _ROW_PASSES * rows * square // homes
-    messages = 3 + 2 * sums + rows  # three of numbers
+    link = numerics.config.link_gbytes
+    # teams are neighbours: of one node where it holds whole teams
+    speed = faster_near(link, size, neighbours) if neighbours % homes == 0 else 1
+    kernels, messages = _STRIP_KERNELS, 3  # of numbers
+    travels, passes = 0, _STRIP_BYTES * own // numerics.itemsize
     if strip.comes_as_rows:
         travels += 2 * own
         passes += _EXCHANGE_PASSES * own
         messages += 2
-    link = numerics.config.link_gbytes
-    # teams are neighbours: of one node where it holds whole teams
-    speed = faster_near(link, size, neighbours) if neighbours % homes == 0 else 1
-    kernels = _STRIP_KERNELS + sums * (homes + 4) + rows
+    waits = 0
+    if makes_rows(strip.rows, strip.cols, strip.count, numerics):
+        shape = strip.rows, strip.cols, strip.long.size, strip.count
+        waits = _beside_products(*shape, homes, speed, numerics)
+    else:
+        square = min(strip.rows, strip.cols) ** 2
+        takes_gram = strips_take_gram(strip.rows, strip.cols, strip.count, numerics)
+        sums = len(numerics.segments if takes_gram else numerics.steps)
+        travels += 2 * sums * square
+        passes += _SUM_HALVES * sums * square // 2
+        messages += 2 * sums
+        kernels += sums * (homes + _SUM_KERNELS)
     return StripTime(
         travels * (homes - 1) // (homes * speed) + passes // _by_link(MEMORY, link),
-        messages * (MESSAGE_PS + PEER_PS * (homes - 1)) + kernels * _KERNEL_PS,
+        messages * _message_ps(homes) + kernels * _KERNEL_PS + waits,
     )
+
+
+def _message_ps(homes: int) -> int:
+    return MESSAGE_PS + PEER_PS * (homes - 1)
+
+
+@lru_cache(4096)
+def _beside_products(
+    whole_rows: int,
+    whole_cols: int,
+    long: int,
+    count: int,
+    homes: int,
+    speed: int,
+    numerics: Numerics,
+) -> int:
+    """Picoseconds in which a home that makes rows of squares multiplies nothing.
+
+    Args:
+        whole_rows, whole_cols, long, count: of the matrix and its strips.
+        homes: that have a part of it.
+        speed: of the link between them, beside the stated one.
+        numerics: of the run.
+    """
+    short = min(whole_rows, whole_cols)
+    rows = -(-short // count)
+    kind, itemsize = numerics.products, numerics.itemsize
+    # picoseconds of a flop, of an element on the link, and of one in memory
+    flop = 1 / (LARGE_PRODUCTS * Fraction(numerics.config.rank_tflops))
+    stated = Fraction(numerics.config.link_gbytes or LINK_GBYTES)
+    element = 1000 * itemsize * Fraction(homes - 1, homes) / (stated * speed)
+    memory = 1000 * itemsize / Fraction(MEMORY * LINK_GBYTES)
+    widths = [stop - start for start, stop in halves(short)]
+
+    def flops(one: Operation) -> int:
+        width = widths[one.half]
+        match one.kind:
+            case "square":
+                below = 0 if one.half else 2 * width * widths[1] * long
+                return below + symmetric_flops(width, long, kind)
+            case "product":
+                return 2 * rows * width * short
+            case "apply":
+                return 2 * short * width * long
+        return 0
+
+    def compute(one: Operation) -> Fraction:
+        passes, kernels = 0, _PRODUCT_KERNELS
+        if one.kind == "sum":
+            passes = _SUM_HALVES * short * widths[one.half] // 2
+            kernels += homes
+        return flop * flops(one) + memory * passes + kernels * _KERNEL_PS
+
+    def travel(one: Operation) -> Fraction:
+        return _message_ps(homes) + element * short * widths[one.half]
+
+    beside = Fraction(0)
+    for segment in operations(whole_rows, whole_cols, count, numerics):
+        beside += run(segment, compute, travel, Fraction(0))
+        beside -= flop * sum(map(flops, segment))
+    return int(beside)

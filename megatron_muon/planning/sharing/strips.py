@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from megatron_muon.orthogonalize.iteration import makes_rows
+from megatron_muon.orthogonalize.iteration import halves, makes_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import (
@@ -216,15 +216,15 @@ class SharedMatrix:
         - for each sum of squares, the rows that others add, then the rows that it has
         added;
         - where homes make rows of squares, its rows, each time that these are put
-        together;
+        together; such squares travel in halves of their columns, always both of them;
         - one number more for each strip, whether its direction is finite;
         - where strips come as rows, the other homes' rows of its columns.
         """
         ranks = sorted(set(self.homes))
         short = min(self.rows, self.cols)
-        edges = [range_of(short, at, len(ranks)) for at in range(len(ranks))]
-        row = short * self.itemsize
-        rows = {rank: edge.size * row for rank, edge in zip(ranks, edges, strict=True)}
+        rows: dict[int, int] = defaultdict(int)  # bytes of a square's first column
+        for number, home in enumerate(self.homes):
+            rows[home] += range_of(short, number, len(self.homes)).size * self.itemsize
         strips = {rank: self.homes.count(rank) for rank in ranks}
         pairs = list(itertools.permutations(ranks, 2))
         if not pairs:
@@ -235,16 +235,16 @@ class SharedMatrix:
         one = {pair: _NUMBER * strips[pair[0]] for pair in pairs}
         yield SharedMessages("numbers", {pair: 2 * size for pair, size in one.items()})
         yield SharedMessages("numbers", one)
-        made: dict[int, int] = defaultdict(int)
-        for number, home in enumerate(self.homes):
-            made[home] += range_of(short, number, len(self.homes)).size * row
+        columns = [short]
+        if any(self.gathers):
+            columns = [stop - start for start, stop in halves(short)]
         for gathers in self.gathers:
-            yield SharedMessages(
-                "squares", {(a, b): strips[a] * rows[b] for a, b in pairs}
-            )
-            yield SharedMessages("squares", {(a, b): rows[a] for a, b in pairs})
-            for _ in range(gathers):
-                yield SharedMessages("squares", {(a, b): made[a] for a, b in pairs})
+            for width in columns:
+                sizes = {(a, b): strips[a] * rows[b] * width for a, b in pairs}
+                yield SharedMessages("squares", sizes)
+            for width in columns * (1 + gathers):
+                sizes = {(a, b): rows[a] * width for a, b in pairs}
+                yield SharedMessages("squares", sizes)
         yield SharedMessages("numbers", one)
         if there:
             yield SharedMessages("elements", {(a, b): there[b, a] for a, b in pairs})
@@ -324,11 +324,13 @@ def choose_counts(
     """How many strips the matrices of each kind get, so that the stage takes least
     time.
 
-    From whole matrices on, the one kind that gains most gets twice as many strips, or
-    the next power of two that it can have. Where none gains ``_STEP_GAIN``, two kinds
-    do so together: two may keep others waiting alike. Kinds that are far go with those
-    that are near, until a number of their own gains. If all of it gains less than
-    ``_LEAST_GAIN``, none is shared.
+    The search starts from 8 strips of all kinds that can have them, from 4, from 2 and
+    from whole matrices. One kind at a time gets the other number that gains most, until
+    none gains ``_STEP_GAIN``, as a later start's end must on that of an earlier one:
+    within that, smaller parts balance better than the time tells. A kind that gains no
+    more than that stays whole. Kinds that are far go with those that are near, until a
+    number of their own gains. If all of it gains less than ``_LEAST_GAIN`` on whole
+    matrices, none is shared.
 
     Args:
         kinds: of all matrices.
@@ -336,38 +338,63 @@ def choose_counts(
         time_of: time of the stage.
         can: whether matrices of a kind can have a number of strips (``can_share``).
     """
-    most = min(NODE, size).bit_length()
+    numbers = [1 << at for at in range(min(NODE, size).bit_length())]
     possible = {
-        kind: [
-            count for count in (1 << at for at in range(1, most)) if can(kind, count)
-        ]
+        kind: [count for count in numbers if count == 1 or can(kind, count)]
         for kind in dict.fromkeys([*map(Kind.near, kinds), *kinds])
     }
-    counts: dict[Kind, int] = {}
-    first = best = time_of(counts)
+    known: dict[frozenset[tuple[Kind, int]], int] = {}
+
+    def timed(counts: Counts) -> int:
+        """A search comes to the same numbers from several starts."""
+        key = frozenset(one for one in counts.items() if one[1] > 1 or one[0].is_far)
+        if key not in known:
+            known[key] = time_of(counts)
+        return known[key]
+
+    found: list[tuple[Counts, int]] = []
+    for start in reversed(numbers):
+        counts = {
+            kind: start
+            for kind, some in possible.items()
+            if start in some and not kind.is_far
+        }
+        found.append(_improved(counts, possible, timed))
+    best, least = found[0]
+    for others, time in found[1:]:
+        if time <= least * (1 - _STEP_GAIN):
+            best, least = others, time
+    if least > timed({}) * (1 - _LEAST_GAIN):
+        return {}
+    for kind in best:
+        whole = {**best, kind: 1}
+        best = whole if timed(whole) <= least * (1 + _STEP_GAIN) else best
+    return {kind: count for kind, count in best.items() if count > 1 or kind.is_far}
+
+
+def _improved(
+    counts: Counts,
+    possible: Mapping[Kind, Sequence[int]],
+    time_of: Callable[[Counts], int],
+) -> tuple[Counts, int]:
+    """The numbers of ``choose_counts`` that a search from some others ends at, and
+    their time.
+    """
+    now: Counts = counts
+    best = time_of(now)
     while True:
-        steps = [
-            (kind, more[0])
-            for kind, known in possible.items()
-            if not kind.is_far
-            and (more := [count for count in known if count > counts.get(kind, 1)])
-        ]
-        apart = [
-            (kind, count)
-            for kind, known in possible.items()
-            if kind.is_far
-            for count in (1, *known)
-        ]
-        for ways in (
-            itertools.combinations(steps, 1),
-            itertools.combinations(steps, 2),
-            itertools.combinations(apart, 1),
-        ):
-            tried = [{**counts, **dict(way)} for way in ways]
+        for are_far in (False, True):
+            tried = [
+                {**now, kind: count}
+                for kind, known in possible.items()
+                if kind.is_far == are_far
+                for count in known
+                if count != now.get(kind, 1) or are_far
+            ]
             times = [(time_of(each), at) for at, each in enumerate(tried)]
             time, at = min(times, default=(best, 0))
             if time <= best * (1 - _STEP_GAIN):
                 break
         else:
-            return counts if best <= first * (1 - _LEAST_GAIN) else {}
-        counts, best = tried[at], time
+            return now, best
+        now, best = tried[at], time

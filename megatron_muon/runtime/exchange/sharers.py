@@ -5,28 +5,44 @@ for columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, product
 
 import torch
 from torch import Tensor, split_with_sizes
 
+from megatron_muon.orthogonalize.iteration import square_rows
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Group, Route
+from megatron_muon.runtime.collectives import Group, Pending, Route
 from megatron_muon.runtime.exchange.meter import Meter
 
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
 _Crossings = dict[tuple[int, int], Tensor]
 
 
+class Arriving:
+    """A tensor that messages under way complete (``strips.Arriving``)."""
+
+    def __init__(self, complete: Callable[[], Tensor]) -> None:
+        self._complete: Callable[[], Tensor] | None = complete
+        self._tensor: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor; the first call waits for the messages, and forgets them."""
+        if self._complete is not None:
+            self._tensor, self._complete = self._complete(), None
+        assert self._tensor is not None
+        return self._tensor
+
+
 class Sharers:
     """The homes of a matrix's strips, and their messages (``strips.Sharing``).
 
-    Squares are cut into ranges of rows, one for each home: it receives its range of all
-    others' squares, adds them, and sends the sum to them. So each sends and receives
-    two squares at most, and all have the same bits. Where homes also make rows of
-    squares, each sends its rows to the others: a square at most each time.
+    Squares are cut into ranges of rows, one for each strip: its home receives them of
+    all others' squares, adds them, and sends the sum to them. So each sends and
+    receives two squares at most, and all have the same bits. Where homes also make rows
+    of squares, each sends its rows to the others: a square at most each time.
 
     A wide matrix may come in ranges of its rows, whose elements are contiguous
     everywhere. Its homes then exchange rows for columns: where strip a's rows and strip
@@ -56,60 +72,64 @@ class Sharers:
         self._ranks = sorted(set(self._homes))
         self._others = [other for other in self._ranks if other != rank]
         self._theirs = [self._strips_at(other) for other in self._others]
+        # of each square, the rows of each home's strips, which are neighbours
+        short = min(strips[0].whole)
+        places = [
+            square_rows(short, number, self.count) for number in range(self.count)
+        ]
+        self._rows_of = {}
+        for home in self._ranks:
+            own = [places[number] for number in self._strips_at(home)]
+            self._rows_of[home] = slice(own[0][0], own[-1][1])
         self._group, self._world, self._meter = group, world, meter
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
-        return torch.stack(self._of_all({rank: list(mine) for rank in self._ranks}))
+        every = self._start_of_all({rank: list(mine) for rank in self._ranks})
+        return torch.stack(every())
 
-    def add(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum of all strips' squares, ``(m, m)``, from those of the strips here."""
-        size = squares[0].size(0)
-        homes = len(self._ranks)
-        rows = {
-            rank: slice(at * size // homes, (at + 1) * size // homes)
-            for at, rank in enumerate(self._ranks)
-        }
+    def start_sum(self, squares: Sequence[Tensor]) -> Arriving:
+        """This home's rows of the sum of all strips' squares, ``(rows, k)``, from the
+        squares of those that are here, ``(m, k)``.
+        """
         parts = {
-            rank: [square[own] for square in squares] for rank, own in rows.items()
+            rank: [square[own] for square in squares]
+            for rank, own in self._rows_of.items()
         }
-        of_all = self._of_all(parts)
-        total = torch.zeros_like(parts[self._rank][0], dtype=torch.float32)
-        for part in of_all:
-            total.add_(part)
-        return self._whole(total.to(squares[0].dtype), rows)
+        of_all = self._start_of_all(parts)
 
-    def together(
-        self, rows_here: Sequence[Tensor], places: Sequence[tuple[int, int]]
-    ) -> Tensor:
-        """A square, ``(m, m)``, from the rows of the strips here.
+        def added() -> Tensor:
+            mine = parts[self._rank][0]
+            total = torch.zeros_like(mine, dtype=torch.float32)
+            for part in of_all():
+                total.add_(part)
+            return total.to(mine.dtype)
+
+        return Arriving(added)
+
+    def start_together(self, rows: Tensor) -> Arriving:
+        """``(m, k)`` from each home's rows, which are received where they belong.
 
         Args:
-            places: start and stop of every strip's rows.
+            rows: this home's, ``(rows, k)``, contiguous.
         """
-        rows = {}
-        for rank in self._ranks:
-            own = self._strips_at(rank)  # neighbours
-            rows[rank] = slice(places[own[0]][0], places[own[-1]][1])
-        return self._whole(
-            rows_here[0] if len(rows_here) == 1 else torch.cat(list(rows_here)), rows
-        )
-
-    def _whole(self, mine: Tensor, rows: Mapping[int, slice]) -> Tensor:
-        """A square from each home's rows, which are received where they belong."""
         if not self._others:
-            return mine
-        size = mine.size(1)
+            return Arriving(lambda: rows)
+        width = rows.size(1)
         places = {
-            rank: (own.start * size, own.stop * size) for rank, own in rows.items()
+            rank: (own.start * width, own.stop * width)
+            for rank, own in self._rows_of.items()
         }
         route = Route.gather(self._group, self._world, self._rank, places)
-        self._meter.square_bytes += len(self._others) * mine.nbytes
-        pending = collectives.start_messages("muon/share", mine.view(-1), route)
-        assert pending is not None
-        whole = pending.wait().view(size, size)
-        whole[rows[self._rank]] = mine
-        return whole
+        self._meter.square_bytes += len(self._others) * rows.nbytes
+        pending = self._start("muon/share", rows.view(-1), route)
+
+        def whole() -> Tensor:
+            made = pending.wait().view(-1, width)
+            made[self._rows_of[self._rank]] = rows
+            return made
+
+        return Arriving(whole)
 
     def rows_to_columns(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
         """The strips' columns of a wide matrix, from their rows.
@@ -167,7 +187,8 @@ class Sharers:
         self._meter.turn_bytes += sent.nbytes
         to = [sum(sizes(some)) for some in outgoing]
         counts = [sum(sizes(some)) for some in incoming]
-        received = self._received("muon/turn", sent, to, counts)
+        pending = self._start("muon/turn", sent, self._route(to, counts))
+        received = pending.wait()
         keys = list(chain.from_iterable(incoming))
         parts = split_with_sizes(received, sizes(keys))
         for key, part in zip(keys, parts, strict=True):
@@ -178,8 +199,11 @@ class Sharers:
         """Numbers of the strips whose home a rank is."""
         return [number for number, home in enumerate(self._homes) if home == rank]
 
-    def _of_all(self, given: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """What all strips give to this home, in the order of strips.
+    def _start_of_all(
+        self, given: Mapping[int, Sequence[Tensor]]
+    ) -> Callable[[], list[Tensor]]:
+        """Start to collect what all strips give to this home; the returned function
+        waits for it, in the order of strips.
 
         Args:
             given: what each strip here gives, by the home that gets it. What a home
@@ -187,30 +211,37 @@ class Sharers:
         """
         own = given[self._rank]
         of_strips = dict(zip(self.numbers, own, strict=True))
-        if self._others:
-            parts: list[Tensor] = []
-            for other in self._others:
-                parts += [part.flatten() for part in given[other]]
-            to = [len(own) * given[other][0].numel() for other in self._others]
-            counts = [len(strips) * own[0].numel() for strips in self._theirs]
-            sent = torch.cat(parts)
-            self._meter.square_bytes += sent.nbytes
-            received = self._received("muon/share", sent, to, counts)
-            theirs = chain.from_iterable(self._theirs)
-            of_strips |= zip(theirs, received.view(-1, *own[0].shape), strict=True)
-        return [of_strips[number] for number in range(self.count)]
+        if not self._others:
+            return lambda: [of_strips[number] for number in range(self.count)]
+        parts: list[Tensor] = []
+        for other in self._others:
+            parts += [part.flatten() for part in given[other]]
+        to = [len(own) * given[other][0].numel() for other in self._others]
+        counts = [len(strips) * own[0].numel() for strips in self._theirs]
+        sent = torch.cat(parts)
+        self._meter.square_bytes += sent.nbytes
+        pending = self._start("muon/share", sent, self._route(to, counts))
 
-    def _received(
-        self, name: str, sent: Tensor, to: Sequence[int], counts: Sequence[int]
-    ) -> Tensor:
-        """What the other homes send, one after another, for what is sent to each.
+        def received() -> list[Tensor]:
+            theirs = pending.wait().view(-1, *own[0].shape)
+            of_all = of_strips | dict(
+                zip(chain.from_iterable(self._theirs), theirs, strict=True)
+            )
+            return [of_all[number] for number in range(self.count)]
+
+        return received
+
+    def _route(self, to: Sequence[int], counts: Sequence[int]) -> Route:
+        """Messages to and from the other homes, one after another in their buffers.
 
         Args:
-            to, counts: numbers of elements by home.
+            to, counts: numbers of elements by home, sent and received.
         """
         sent_to = list(zip(self._others, to, strict=True))
         taken = list(zip(self._others, counts, strict=True))
-        route = Route.of(self._group, self._world, self._rank, sent_to, taken)
+        return Route.of(self._group, self._world, self._rank, sent_to, taken)
+
+    def _start(self, name: str, sent: Tensor, route: Route) -> Pending:
         pending = collectives.start_messages(name, sent, route)
         assert pending is not None
-        return pending.wait()
+        return pending

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.lab.pricing.work import traffic_of
+from megatron_muon.planning.sharing.strips import SharedMatrix
 from support.models.gpt import (
     Case,
     Topology,
@@ -155,14 +156,19 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
         "travel": [False in silent_rounds(plan) for plan in plans],
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
-        "shared": sum(
-            2 * bool(one.row_itemsize) + 3 + 2 * len(one.gathers) + sum(one.gathers)
-            for plan in plans
-            for one in plan.shared
-        ),
+        "shared": sum(_messages(one) for plan in plans for one in plan.shared),
         "stage": (built.pp_rank, megatrons[0].distributed_optimizer_instance_id),
         "optimizers": len(megatrons),
     }
+
+
+def _messages(shared: SharedMatrix) -> int:
+    """How often the homes of a matrix send messages: where they make rows of squares,
+    each square in two halves.
+    """
+    squares = 2 * len(shared.gathers) + sum(shared.gathers)
+    by_rows = any(shared.gathers)
+    return 2 * bool(shared.row_itemsize) + 3 + squares * (1 + by_rows)
 
 
 def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:

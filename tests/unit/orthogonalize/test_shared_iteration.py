@@ -5,6 +5,7 @@ accurate.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import get_args
@@ -25,23 +26,33 @@ Tensor = torch.Tensor
 SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64), (129, 387)]
 
 
+@dataclass(frozen=True)
+class There:
+    """A tensor that has arrived."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
 class Here:
     """All strips of a matrix are on this rank."""
 
     def __init__(self, count: int) -> None:
         self.count, self.numbers = count, range(count)
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(parts))
-
     def all_numbers(self, mine: Tensor) -> Tensor:
         return mine
 
-    def add(self, squares: Sequence[Tensor]) -> Tensor:
+    def start_sum(self, squares: Sequence[Tensor]) -> There:
         total = torch.zeros_like(squares[0], dtype=torch.float32)
         for square in squares:
             total += square
-        return total.to(squares[0].dtype)
+        return There(total.to(squares[0].dtype))
+
+    def start_together(self, rows: Tensor) -> There:
+        return There(rows)
 
 
 def _in_strips(
