@@ -2,8 +2,9 @@
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; among the homes that share a matrix,
-twice before its squares, twice for each sum of them, once to put rows of one together,
-once after them, and twice where a wide matrix travels as rows; ``any_rank`` over all
+twice before its squares, twice for each sum of them, once to put rows of one together
+(where homes make rows of squares, for each half of one), once after them, and twice
+where a wide matrix travels as rows; ``any_rank`` over all
 stages where Megatron's norm of the gradients is not finite, or not one for all its
 optimizers. With a clip of logits ``max_over`` the stage after each step. With block
 steps ``all_gather_numbers`` over the stage in the first step after a start or a load.

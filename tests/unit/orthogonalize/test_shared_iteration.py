@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,9 +18,11 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from megatron_muon.planning.sharing.halves import operations
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.expected.oracle import newton_schulz
+from support.small_squares import rows_of_small_squares
 
 Tensor = torch.Tensor
 SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64), (129, 387)]
@@ -87,30 +89,104 @@ def _exact(rows: int, cols: int, seed: int, dtype: torch.dtype) -> Tensor:
     return newton_schulz(_matrix(rows, cols, seed).to(dtype).double())
 
 
+@pytest.mark.parametrize("by_rows", [False, True], ids=["whole squares", "rows"])
 @pytest.mark.parametrize("dtype", get_args(NsDtype))
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_strips_are_as_accurate_as_the_whole_matrix(
-    shape: tuple[int, int], iteration: NsIteration, dtype: NsDtype
+    shape: tuple[int, int], iteration: NsIteration, dtype: NsDtype, *, by_rows: bool
 ) -> None:
     """Against float64. Squares round once more, before they are added: errors of single
     inputs go either way, so means over inputs are compared, and a tenth is left to
     chance.
     """
     config = MuonConfig(ns_iteration=iteration, ns_dtype=dtype)
-    assert makes_rows(*shape, 2, Numerics(config, "cpu")) == (
-        iteration == "gram" and min(shape) > 256
-    )
     apart: dict[int, float] = {}
-    for seed in range(6):
-        matrix = _matrix(*shape, seed=seed).to(TORCH_DTYPE[Numerics(config).travels])
-        exact = _exact(*shape, seed, matrix.dtype)
-        whole = orthogonalize(matrix, config)
-        for count in (1, 2, 4, 8):
-            found = _in_strips(matrix, count, config) if count > 1 else whole
-            error = (found.double() - exact).norm() / exact.norm()
-            apart[count] = apart.get(count, 0.0) + float(error)
+    with rows_of_small_squares(16 if by_rows else 1 << 20):
+        assert makes_rows(*shape, 2, Numerics(config, "cpu")) == by_rows
+        for seed in range(6):
+            travels = TORCH_DTYPE[Numerics(config).travels]
+            matrix = _matrix(*shape, seed=seed).to(travels)
+            exact = _exact(*shape, seed, matrix.dtype)
+            whole = orthogonalize(matrix, config)
+            for count in (1, 2, 4, 8):
+                found = _in_strips(matrix, count, config) if count > 1 else whole
+                error = (found.double() - exact).norm() / exact.norm()
+                apart[count] = apart.get(count, 0.0) + float(error)
     assert all(apart[count] < 1.1 * apart[1] for count in (2, 4, 8)), apart
+
+
+class Recorder(Here):
+    """Keeps what is sent and what is waited for, in order; messages have numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.events: list[tuple[str, int]] = []
+        self._sent = 0
+
+    def start_sum(self, squares: Sequence[Tensor]) -> There:
+        return self._numbered(super().start_sum(squares))
+
+    def start_together(self, rows: Tensor) -> There:
+        return self._numbered(super().start_together(rows))
+
+    def _numbered(self, there: There) -> There:
+        number, self._sent = self._sent, self._sent + 1
+        self.events.append(("send", number))
+
+        class Once(There):
+            def wait(once) -> Tensor:
+                if ("wait", number) not in self.events:
+                    self.events.append(("wait", number))
+                return there.tensor
+
+        return Once(there.tensor)
+
+
+CUBIC = (1.5, -0.5, 0.0)  # its c is 0, so P is R
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("iteration", "coefficients"),
+    [
+        ("gram", "quintic"),
+        ("gram", "simple"),
+        ("standard", "quintic"),
+        ("standard", ((3.4445, -4.775, 2.0315), CUBIC, CUBIC)),
+    ],
+)
+def test_a_home_sends_and_waits_in_the_order_that_the_plan_prices(
+    iteration: NsIteration, coefficients: Any, dtype: NsDtype
+) -> None:
+    """Where it makes rows of squares: its messages hide behind what comes between."""
+    steps = 5 if isinstance(coefficients, str) else len(coefficients)
+    config = MuonConfig(
+        ns_iteration=iteration,
+        ns_dtype=dtype,
+        ns_coefficients=coefficients,
+        ns_steps=steps,
+    )
+    with rows_of_small_squares():
+        numerics = numerics_on(torch.device("cpu"), config)
+        matrix = _matrix(528, 96).to(TORCH_DTYPE[numerics.travels])
+        strips = list(matrix.chunk(4))
+        recorder = Recorder(4)
+        orthogonalize_strips(
+            strips, (528, 96), torch.tensor([True] * 4), numerics, recorder
+        )
+        expected: list[tuple[str, int]] = []
+        sent = 0
+        for segment in operations(528, 96, 4, numerics):
+            first = sent
+            for one in segment:
+                arrives = ("wait", first + (one.after or 0))
+                if one.after is not None and arrives not in expected:
+                    expected.append(arrives)
+                if one.sends:
+                    expected.append(("send", sent))
+                    sent += 1
+    assert expected and recorder.events == expected
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e30])
