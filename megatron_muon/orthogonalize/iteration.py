@@ -44,6 +44,11 @@ _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cuda_symmetric": ((range(4, NODE + 1), 5120),),
 }
 
+# From which short side on these squares travel in two halves. A half of fewer rows is
+# multiplied in less time than a message takes to begin, and the host has to start twice
+# as many messages.
+_IN_HALVES = 6144
+
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9
 # of 16 at 2,048, 17 of 32 at 4,096. Flops are counted as 9 of 16 at every size, always
 # a whole number, so that homes balance time and not the flops of plain products. Rows
@@ -170,13 +175,15 @@ def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
 
 def halves(short: int) -> tuple[tuple[int, int], ...]:
     """Start and stop of the columns of a square that travel together, where homes make
-    rows of it.
+    rows of it: two halves of a large square.
 
     While one half travels, the other one is multiplied. Rows of both begin at multiples
     of 16 bytes.
     """
+    if short < _IN_HALVES:
+        return ((0, short),)
     middle = short // (2 * _KERNEL_ALIGNMENT) * _KERNEL_ALIGNMENT
-    return ((0, middle), (middle, short)) if middle else ((0, short),)
+    return ((0, middle), (middle, short))
 
 
 def gathers_of_rows(

@@ -216,8 +216,8 @@ class _Square:
     """A square, ``(m, m)``, of which each strip makes rows."""
 
     rows: list[Tensor]  # of each strip that is here
-    # both halves of its columns, with the rows of all strips; none where only the rows
-    # are needed
+    # its columns, or halves of them, with the rows of all strips; none where only the
+    # rows are needed
     halves: list[Arriving]
 
 
@@ -225,8 +225,8 @@ class _ByRows:
     """Squares and products of squares of which each strip makes its rows.
 
     A product's rows follow from the same rows of its left operand, and half of its
-    columns from the same half of its right one. So each half travels as soon as it is
-    made, while the other one is multiplied.
+    columns from the same half of its right one. So each half of a large square travels
+    as soon as it is made, while the other one is multiplied.
     """
 
     def __init__(self, short: int, products: Products, sharing: Sharing) -> None:
@@ -322,9 +322,12 @@ class _ByRows:
             x[at] = made
 
     def _square_in_halves(self, x: Tensor) -> Iterator[Tensor]:
-        """Halves of the columns of XXᵀ: what the second one has above its own square is
-        what the first one has below.
+        """Halves of the columns of XXᵀ, or all of a small one: what the second half has
+        above its own square is what the first one has below.
         """
+        if len(self._halves) == 1:
+            yield self._products.square(x)
+            return
         (_, middle), _ = self._halves
         upper, lower = x[:middle], x[middle:]
         first = x.new_empty(x.size(0), middle)

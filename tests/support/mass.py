@@ -84,12 +84,12 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
-        "meanwhile": {"statements": 11_800, "tokens": 143_000},
+        "meanwhile": {"statements": 11_960, "tokens": 145_100},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
     "lab": {
-        "meanwhile": {"statements": 5_100, "tokens": 63_000},
+        "meanwhile": {"statements": 5_115, "tokens": 63_100},
         "redesign": {"statements": 4_700, "tokens": 61_000, "two_for": 15, "dense": 8},
         "for good": {"statements": 4_900, "tokens": 63_000, "two_for": 15, "dense": 8},
     },
@@ -113,8 +113,8 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
 }
 # The goals of the redesign and those for good are printed, and not met: nothing grows
 # beyond the slack of "meanwhile", the sizes with five rules and Megatron's
-# adaptive_muon, several of them in a run, a rule of one's own, settings by pattern and
-# a kernel of products. Statements rose where packed lines were taken apart. Two
+# adaptive_muon, several of them in a run, a rule of one's own, settings by pattern, a
+# kernel of products, and shared matrices whose messages hide. Statements rose where packed lines were taken apart. Two
 # readings for what could be simplified found 3 % in the rooms read.
 COMPARED = "meanwhile"
 # Packings that the code has no more of. The others are printed beside their goals.

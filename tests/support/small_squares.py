@@ -1,5 +1,5 @@
-"""From which size on homes of shared matrices make rows of squares, as a test or a
-figure asks.
+"""From which size on homes of shared matrices make rows of squares, and send halves of
+them, as a test or a figure asks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from unittest import mock
 
 from megatron_muon.lab.pricing import strips
 from megatron_muon.orthogonalize import iteration
+from megatron_muon.planning.sharing import strip_time
 
 
 @contextmanager
@@ -20,8 +21,16 @@ def rows_of_small_squares(least: int = 16) -> Iterator[None]:
     table = dict.fromkeys(
         ("cpu", "cpu_bf16", "cuda", "cuda_symmetric"), ((range(2, 64), least),)
     )
-    caches = iteration.makes_rows, iteration.strip_flops, strips.newton_schulz_strip
-    with mock.patch.object(iteration, "_BY_ROWS", table):
+    caches = (
+        iteration.makes_rows,
+        iteration.strip_flops,
+        strips.newton_schulz_strip,
+        strip_time._beside_products,
+    )
+    with (
+        mock.patch.object(iteration, "_BY_ROWS", table),
+        mock.patch.object(iteration, "_IN_HALVES", min(least, iteration._IN_HALVES)),
+    ):
         for cached in caches:
             cached.cache_clear()
         try:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from megatron_muon.lab.pricing.kernels import batches
 from megatron_muon.lab.pricing.work import RoundWork
 from megatron_muon.orthogonalize.iteration import (
+    halves,
     makes_rows,
     square_rows,
     squares_outside,
@@ -209,7 +210,7 @@ def _rows_here(own: Sequence[Matrix]) -> int:
 def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -> int:
     """Bytes while squares are added: those of the strips here, this home's rows of all
     others, the rows of squares that have left, and this home's rows of the sum in fp32
-    and rounded. By rows these are of one half.
+    and rounded, or of half of it.
     """
     strip, short = own[0].strip, min(own[0].whole)
     assert strip is not None
@@ -218,7 +219,8 @@ def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -
     has_others = min(size, strip.count) > 1
     left = len(own) * (square - part) if has_others else 0
     rounded = part if itemsize < _FP32 else 0  # a sum in fp32 is not copied
-    summing = (_FP32 * numbers + rounded) // (2 if by_rows else 1)
+    parts = len(halves(short)) if by_rows else 1
+    summing = (_FP32 * numbers + rounded) // parts
     return len(own) * square + (strip.count - len(own)) * part + left + summing
 
 

@@ -135,13 +135,14 @@ class _Home:
         match one.kind:
             case "square":
                 made = products.square(width, long)
-                if one.half == 0:  # and what is below it
-                    return made + products.product(widths[1], width, long)
-                return made + products.copy(widths[0] * width)
+                if one.half:  # and what is above it, copied
+                    return made + products.copy(widths[0] * width)
+                below = sum(widths[1:])
+                return made + products.product(below, width, long) if below else made
             case "sum":
                 made = self.sums(width)
-                # rows of both halves
-                return made + products.copy(rows * short) if one.half else made
+                is_last = one.half == len(widths) - 1  # all rows are put together
+                return made + products.copy(rows * short) if is_last else made
             case "product":
                 made = products.product(rows, width, short)
                 made += products.copy(rows * width)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple, TypeVar
 
-from megatron_muon.orthogonalize.iteration import makes_rows, strips_take_gram
+from megatron_muon.orthogonalize.iteration import halves, makes_rows, strips_take_gram
 from megatron_muon.orthogonalize.numerics import Numerics, Steps
 
 # square: half of XXᵀ of a strip. sum: its rows, added over strips. product: rows of a
@@ -20,7 +20,7 @@ Kind = Literal["square", "sum", "product", "diagonal", "apply"]
 
 
 class Operation(NamedTuple):
-    """What is made of one half of a square's columns."""
+    """What is made of one half of a square's columns, or of all."""
 
     kind: Kind
     half: int  # 0 or 1
@@ -68,18 +68,23 @@ def operations(
     takes_gram = strips_take_gram(rows, cols, count, numerics)
     steps = [(step,) for step in numerics.steps]
     for part in numerics.segments if takes_gram else steps:
-        yield _Segment().of(part, takes_gram=takes_gram)
+        yield _Segment(len(halves(min(rows, cols)))).of(part, takes_gram=takes_gram)
 
 
 class _Segment:
-    """The operations of a segment, of which a message is known by its number."""
+    """The operations of a segment, of which a message is known by its number.
 
-    def __init__(self) -> None:
+    Args:
+        parts: in how many a square travels, 1 or 2.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._free: tuple[None, ...] = (None,) * parts
         self._made: list[Operation] = []
         self._messages = 0
 
     def of(self, steps: Steps, *, takes_gram: bool) -> list[Operation]:
-        squares = self._both("square", (None, None), sends=True)
+        squares = self._both("square", self._free, sends=True)
         gram = self._both("sum", squares, sends=True)
         factor: Sequence[int] = ()
         for step, (_, _, c) in enumerate(steps):
@@ -94,7 +99,7 @@ class _Segment:
             if not takes_gram:
                 factor = power
             elif step == 0:
-                factor = self._both("diagonal", (None, None), sends=is_last)
+                factor = self._both("diagonal", self._free, sends=is_last)
             else:
                 factor = self._both("product", power, sends=is_last)
         self._both("apply", factor)

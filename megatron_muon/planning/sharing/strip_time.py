@@ -154,7 +154,7 @@ def _beside_products(
         width = widths[one.half]
         match one.kind:
             case "square":
-                below = 0 if one.half else 2 * width * widths[1] * long
+                below = 0 if one.half else 2 * width * sum(widths[1:]) * long
                 return below + symmetric_flops(width, long, kind)
             case "product":
                 return 2 * rows * width * short

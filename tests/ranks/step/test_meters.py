@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.lab.pricing.work import traffic_of
+from megatron_muon.orthogonalize.iteration import halves
 from megatron_muon.planning.sharing.strips import SharedMatrix
 from support.models.gpt import (
     Case,
@@ -164,11 +165,11 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
 
 def _messages(shared: SharedMatrix) -> int:
     """How often the homes of a matrix send messages: where they make rows of squares,
-    each square in two halves.
+    each square in halves.
     """
     squares = 2 * len(shared.gathers) + sum(shared.gathers)
-    by_rows = any(shared.gathers)
-    return 2 * bool(shared.row_itemsize) + 3 + squares * (1 + by_rows)
+    parts = len(halves(min(shared.rows, shared.cols))) if any(shared.gathers) else 1
+    return 2 * bool(shared.row_itemsize) + 3 + squares * parts
 
 
 def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
