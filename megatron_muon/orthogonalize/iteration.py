@@ -32,21 +32,19 @@ _PANELS, _PANELLED = 4, 384
 
 # From which short side on each home of a shared matrix makes rows of its squares, by
 # the number of strips. On a CPU from where products take longer than messages of a few
-# hundred KiB. CUDA's are of the time model of an H100: from 3,072 rows on messages take
-# less time than the products that they save, and from 4,096 on a fifth is gained for
-# the launches. A library's kernel makes half a square, so that two strips do not pay,
-# and four do later. More strips than a node has GPUs (``node_ranks``) would send rows
-# far.
+# hundred KiB. CUDA's are of the time model of an H100: four homes' rows gain from 4,096
+# on, those of two where squares travel in halves (``_IN_HALVES``). A library's kernel
+# makes half a square, so that two strips do not pay, and four do later. More strips
+# than a node has GPUs (``node_ranks``) would send rows far.
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),
-    "cuda": ((range(2, NODE + 1), 4096),),
-    "cuda_symmetric": ((range(4, NODE + 1), 5120),),
+    "cuda": ((range(2, 4), 6144), (range(4, NODE + 1), 4096)),
+    "cuda_symmetric": ((range(4, NODE + 1), 6144),),
 }
 
-# From which short side on these squares travel in two halves. A half of fewer rows is
-# multiplied in less time than a message takes to begin, and the host has to start twice
-# as many messages.
+# From which short side on these squares travel in two halves. Smaller ones would gain
+# less than the host, which starts twice as many messages then, takes longer.
 _IN_HALVES = 6144
 
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9
@@ -178,9 +176,9 @@ def halves(short: int) -> tuple[tuple[int, int], ...]:
     rows of it: two halves of a large square.
 
     While one half travels, the other one is multiplied. Rows of both begin at multiples
-    of 16 bytes.
+    of 16 bytes, or the square travels whole.
     """
-    if short < _IN_HALVES:
+    if short < _IN_HALVES or short % _KERNEL_ALIGNMENT:
         return ((0, short),)
     middle = short // (2 * _KERNEL_ALIGNMENT) * _KERNEL_ALIGNMENT
     return ((0, middle), (middle, short))

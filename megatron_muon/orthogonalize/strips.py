@@ -239,8 +239,13 @@ class _ByRows:
 
     def square(self, x: Sequence[Tensor]) -> _Square:
         """XXᵀ, the sum of those of all strips."""
-        each_in_halves = zip(*map(self._square_in_halves, x), strict=True)
-        sums = [self._sharing.start_sum(squares) for squares in each_in_halves]
+        strips = [self._square_in_halves(one) for one in x]
+        sums = []
+        for _ in self._halves:
+            squares = [next(halves_of_one) for halves_of_one in strips]
+            sums.append(self._sharing.start_sum(squares))
+            del squares
+        del strips
         own: list[Tensor] = []
         arriving: list[Arriving] = []
         for half in sums:
@@ -363,6 +368,9 @@ def _factor_by_rows(held: list[_Square], steps: Steps, by_rows: _ByRows) -> _Squ
             travels = len(steps) > 1
             power = by_rows.product(gram, gram, gram, beta=b, alpha=c, travels=travels)
         if is_last:
+            if factor is None:  # which may need only rows of R
+                for under_way in gram.halves:
+                    under_way.wait()
             del gram
         else:  # R ← (a + Z)R(a + Z)
             half = by_rows.product(

@@ -2,15 +2,15 @@
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; among the homes that share a matrix,
-twice before its squares, twice for each sum of them, once to put rows of one together
-(where homes make rows of squares, for each half of one), once after them, and twice
-where a wide matrix travels as rows; ``any_rank`` over all
-stages where Megatron's norm of the gradients is not finite, or not one for all its
-optimizers. With a clip of logits ``max_over`` the stage after each step. With block
-steps ``all_gather_numbers`` over the stage in the first step after a start or a load.
-Before a line of the log ``any_rank`` over the world. A logging step has one ``add_up``
-over the world more, ``start_messages`` once more per round, and one ``max_over`` where
-the attention keeps its logits.
+twice before its squares, twice for each sum of them, once for each product of which
+they make rows (squares and products may go in halves, each by itself), once after them,
+and twice where a wide matrix travels as rows; ``any_rank`` over all stages where
+Megatron's norm of the gradients is not finite, or not one for all its optimizers. With
+a clip of logits ``max_over`` the stage after each step. With block steps
+``all_gather_numbers`` over the stage in the first step after a start or a load. Before
+a line of the log ``any_rank`` over the world. A logging step has one ``add_up`` over
+the world more, ``start_messages`` once more per round, and one ``max_over`` where the
+attention keeps its logits.
 
 While the optimizers are built: votes and numbers over the world; numbers over the
 stage, which also creates its communicator; ``split_world`` once where there are several

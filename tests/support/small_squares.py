@@ -14,7 +14,7 @@ from megatron_muon.planning.sharing import strip_time
 
 
 @contextmanager
-def rows_of_small_squares(least: int = 16) -> Iterator[None]:
+def rows_of_small_squares(least: int = 16, in_halves: int = 16) -> Iterator[None]:
     """For matrices whose short side is ``least`` or more, on every device, with any
     strips.
     """
@@ -29,7 +29,7 @@ def rows_of_small_squares(least: int = 16) -> Iterator[None]:
     )
     with (
         mock.patch.object(iteration, "_BY_ROWS", table),
-        mock.patch.object(iteration, "_IN_HALVES", min(least, iteration._IN_HALVES)),
+        mock.patch.object(iteration, "_IN_HALVES", in_halves),
     ):
         for cached in caches:
             cached.cache_clear()

@@ -222,8 +222,6 @@ class Products:
             cost += self.copy(short * short)
         else:
             cost += self.product(short, long, short)
-        if not squares:
-            return cost
         plus = self.symmetric(short, linear=True)
         if self.numerics.folded and all(squares):
             # linear terms are on the diagonal of H, which is the first Q
@@ -266,7 +264,7 @@ class Products:
         )
 
     def copy(self, elements: int) -> Cost:
-        """The cost of the linear term's copy, over which ``addmm`` writes its
-        result.
+        """The cost of a copy, such as that of a linear term, over which ``addmm`` writes
+        its result.
         """
         return stream(self.hardware, 2 * self.numerics.itemsize * self.batch * elements)

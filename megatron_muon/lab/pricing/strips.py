@@ -132,6 +132,7 @@ class _Home:
         """The cost of one operation, and of the copies of what it sends."""
         products, rows = self.products, self.rows
         short, long, width = products.short, products.long, widths[one.half]
+        sent = products.copy(rows * width).times(2 * one.sends)
         match one.kind:
             case "square":
                 made = products.square(width, long)
@@ -144,16 +145,15 @@ class _Home:
                 is_last = one.half == len(widths) - 1  # all rows are put together
                 return made + products.copy(rows * short) if is_last else made
             case "product":
-                made = products.product(rows, width, short)
+                made = products.product(rows, width, short) + sent
                 made += products.copy(rows * width)
             case "diagonal":
-                made = products.copy(rows * width) + stream(self.hardware, 0)
+                made = products.copy(rows * width) + stream(self.hardware, 0) + sent
             case "apply":
                 made = products.product(width, long, short)
                 if beta:
                     made += products.copy(width * long)
-        copies = products.copy(rows * width).times(2 * one.sends)
-        return made + copies
+        return made
 
     @property
     def _itemsize(self) -> int:

@@ -1,8 +1,8 @@
 """The order of operations at a home that makes rows of squares, as plain data.
 
-It is ``orthogonalize.strips``'. Half of a square travels while the other half is
-multiplied, so how long a home waits follows from the order. ``strip_time`` runs it in
-integers, ``pricing.strips`` on any hardware.
+The order is that of ``orthogonalize.strips``. Half of a square travels while the other
+half is multiplied, so how long a home waits follows from the order. ``strip_time`` runs
+it in integers, ``pricing.strips`` on any hardware.
 """
 
 from __future__ import annotations

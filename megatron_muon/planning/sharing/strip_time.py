@@ -2,7 +2,7 @@
 
 Homes of a matrix add squares, put rows of them together, and exchange rows of the
 matrix for columns. All of it takes messages, which every home waits for, and passes
-over memory. ``pricing.kernels`` has the same with floats, for any hardware;
+over memory. ``pricing.strips`` has the same with floats, for any hardware;
 ``test_pricing_counts`` holds the two together. Here bytes count by ``link_gbytes``; all
 else is an H100's.
 """
@@ -36,7 +36,7 @@ NODE_LINK, MEMORY = 7, 63
 # Latency of a grouped send and receive, and what each peer adds; the shortest kernel.
 # The same.
 MESSAGE_PS, PEER_PS, _KERNEL_PS = 25_000_000, 1_200_000, 2_500_000
-# Of a strip: kernels, and bytes read or written per element (``pricing.kernels``:
+# Of a strip: kernels, and bytes read or written per element (``pricing.strips``:
 # largest entry, fp32 copy, division, norm, division and cast, copy back).
 _STRIP_KERNELS, _STRIP_BYTES = 24, 38
 # Of a sum of squares, in halves of the square: copies into and out of messages, sums in

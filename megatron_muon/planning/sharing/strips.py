@@ -364,11 +364,11 @@ def choose_counts(
     for others, time in found[1:]:
         if time <= least * (1 - _STEP_GAIN):
             best, least = others, time
-    if least > timed({}) * (1 - _LEAST_GAIN):
-        return {}
     for kind in best:
         whole = {**best, kind: 1}
         best = whole if timed(whole) <= least * (1 + _STEP_GAIN) else best
+    if timed(best) > timed({}) * (1 - _LEAST_GAIN):
+        return {}
     return {kind: count for kind, count in best.items() if count > 1 or kind.is_far}
 
 
@@ -393,7 +393,7 @@ def _improved(
             ]
             times = [(time_of(each), at) for at, each in enumerate(tried)]
             time, at = min(times, default=(best, 0))
-            if time <= best * (1 - _STEP_GAIN):
+            if time < best and time <= best * (1 - _STEP_GAIN):
                 break
         else:
             return now, best

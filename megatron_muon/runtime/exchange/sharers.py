@@ -41,8 +41,8 @@ class Sharers:
 
     Squares are cut into ranges of rows, one for each strip: its home receives them of
     all others' squares, adds them, and sends the sum to them. So each sends and
-    receives two squares at most, and all have the same bits. Where homes also make rows
-    of squares, each sends its rows to the others: a square at most each time.
+    receives two squares a strip at most, and all have the same bits. Where homes also
+    make rows of squares, each sends its rows to the others: a square at most each time.
 
     A wide matrix may come in ranges of its rows, whose elements are contiguous
     everywhere. Its homes then exchange rows for columns: where strip a's rows and strip

@@ -15,7 +15,7 @@ import torch
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.settings.coefficients import NsDtype
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.models.gpt import Case, Topology, check, differences, start, trained
 from support.ranks import run
 from support.small_squares import rows_of_small_squares
@@ -67,7 +67,14 @@ def test_results_are_those_of_one_process(case: Case, topology: Topology) -> Non
     check(case, topology)
 
 
-@pytest.mark.parametrize("dtype", get_args(NsDtype))
+@pytest.mark.parametrize(
+    ("iteration", "dtype", "coefficients"),
+    [
+        *(("gram", dtype, "quintic") for dtype in get_args(NsDtype)),
+        ("gram", "fp32", "cubic5"),  # the last steps have no square of a square
+        ("standard", "bf16", "quintic"),
+    ],
+)
 @pytest.mark.parametrize(
     ("strips", "topology"),
     [
@@ -78,9 +85,14 @@ def test_results_are_those_of_one_process(case: Case, topology: Topology) -> Non
     ids=str,
 )
 def test_rows_of_squares_are_those_of_one_process(
-    strips: int, topology: Topology, dtype: NsDtype
+    strips: int,
+    topology: Topology,
+    iteration: NsIteration,
+    dtype: NsDtype,
+    coefficients: str,
 ) -> None:
-    case = _shared(BASE, strips, ns_iteration="gram", ns_dtype=dtype)
+    settings = {"ns_iteration": iteration, "ns_coefficients": coefficients}
+    case = _shared(BASE, strips, **settings, ns_dtype=dtype)
     with rows_of_small_squares():
         config = MuonConfig(**dict(case.muon))
         assert makes_rows(264, 96, strips, numerics_on(torch.device("cpu"), config))
