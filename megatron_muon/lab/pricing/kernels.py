@@ -264,7 +264,7 @@ class Products:
         )
 
     def copy(self, elements: int) -> Cost:
-        """The cost of a copy, such as that of a linear term, over which ``addmm`` writes
-        its result.
+        """The cost of a copy, as of a linear term, over which ``addmm`` writes its
+        result.
         """
         return stream(self.hardware, 2 * self.numerics.itemsize * self.batch * elements)
