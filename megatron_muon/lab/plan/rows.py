@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from megatron_muon.lab.plan.on_host import on_host
 from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.pricing import memory
-from megatron_muon.lab.pricing.on_host import on_host
 from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.step import (
     StepTime,

@@ -275,6 +275,11 @@ class Kind(NamedTuple):
     # part of it, over a link of its own.
     is_far: bool = False
 
+    @property
+    def short(self) -> int:
+        """Its short side."""
+        return min(self.rows, self.cols)
+
     def near(self) -> Kind:
         """The kind of the others of this size."""
         return self._replace(is_far=False)
@@ -324,13 +329,13 @@ def choose_counts(
     """How many strips the matrices of each kind get, so that the stage takes least
     time.
 
-    The search starts from 8 strips of all kinds that can have them, from 4, from 2 and
-    from whole matrices. One kind at a time gets the other number that gains most, until
-    none gains ``_STEP_GAIN``, as a later start's end must on that of an earlier one:
-    within that, smaller parts balance better than the time tells. A kind that gains no
-    more than that stays whole. Kinds that are far go with those that are near, until a
-    number of their own gains. If all of it gains less than ``_LEAST_GAIN`` on whole
-    matrices, none is shared.
+    The search starts from 8 strips of all kinds with a long short side that can have
+    them, from 4, from 2 and from whole matrices. One kind at a time gets the other
+    number that gains most, until none gains ``_STEP_GAIN``, as a later start's end must
+    on that of an earlier one: within that, smaller parts balance better than the time
+    tells. A kind that gains no more than that stays whole. Kinds that are far go with
+    those that are near, until a number of their own gains. If all of it gains less than
+    ``_LEAST_GAIN`` on whole matrices, none is shared.
 
     Args:
         kinds: of all matrices.
@@ -352,13 +357,11 @@ def choose_counts(
             known[key] = time_of(counts)
         return known[key]
 
+    longest = max(kind.short for kind in possible)
+    large = [kind for kind in possible if 2 * kind.short >= longest and not kind.is_far]
     found: list[tuple[Counts, int]] = []
     for start in reversed(numbers):
-        counts = {
-            kind: start
-            for kind, some in possible.items()
-            if start in some and not kind.is_far
-        }
+        counts = {kind: start for kind in large if start in possible[kind]}
         found.append(_improved(counts, possible, timed))
     best, least = found[0]
     for others, time in found[1:]:

@@ -11,7 +11,7 @@ from itertools import chain, product
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.orthogonalize.iteration import square_rows
+from megatron_muon.planning.layout import range_of
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route
@@ -74,13 +74,12 @@ class Sharers:
         self._theirs = [self._strips_at(other) for other in self._others]
         # of each square, the rows of each home's strips, which are neighbours
         short = min(strips[0].whole)
-        places = [
-            square_rows(short, number, self.count) for number in range(self.count)
-        ]
         self._rows_of = {}
         for home in self._ranks:
-            own = [places[number] for number in self._strips_at(home)]
-            self._rows_of[home] = slice(own[0][0], own[-1][1])
+            own = self._strips_at(home)
+            first = range_of(short, own[0], self.count)
+            last = range_of(short, own[-1], self.count)
+            self._rows_of[home] = slice(first.start, last.stop)
         self._group, self._world, self._meter = group, world, meter
 
     def all_numbers(self, mine: Tensor) -> Tensor:

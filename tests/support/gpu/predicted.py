@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from megatron_muon.lab.bench.step.rows import OPTIONS
+from megatron_muon.lab.plan.on_host import TORCH_ADAMW
 from megatron_muon.lab.pricing.hardware import Hardware, least_of, most_of
 from megatron_muon.lab.pricing.kernels import stream
-from megatron_muon.lab.pricing.on_host import TORCH_ADAMW
 from megatron_muon.lab.pricing.step import (
     StepTime,
     adamw,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.lab.plan.on_host import HostTime, on_host
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, least_of, most_of
 from megatron_muon.lab.pricing.kernels import batches, product
-from megatron_muon.lab.pricing.on_host import HostTime, on_host
 from megatron_muon.lab.pricing.paper import price_paper
 from megatron_muon.lab.pricing.presets import H100, PRESETS, from_json
 from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
