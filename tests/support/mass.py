@@ -84,7 +84,7 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # A packing has the goal 0 where none is given; None: no goal.
 GOALS: dict[str, dict[str, dict[str, int | None]]] = {
     "plugin without lab": {
-        "meanwhile": {"statements": 11_975, "tokens": 145_200},
+        "meanwhile": {"statements": 11_980, "tokens": 145_200},
         "redesign": {"statements": 9_100, "tokens": 119_000, "two_for": 30, "dense": 8},
         "for good": {"statements": 9_700, "tokens": 127_000, "two_for": 30, "dense": 8},
     },
