@@ -164,15 +164,15 @@ def _gram(
     ``x``.
     """
     of_squares = products.of_squares()
-    rows = _ByRows(x[0].size(0), of_squares, sharing)
+    shared = _ByRows(x[0].size(0), of_squares, sharing)
     for number, part in enumerate(parts):
         unscale = products.unscale(is_last=number == len(parts) - 1)
         if by_rows:
-            made = _factor_by_rows([rows.square(x)], part, rows)
-            rows.apply(made, x, products, alpha=unscale)
-            del made
+            q = _factor_by_rows([shared.square(x)], part, shared)
+            shared.apply(q, x, products, alpha=unscale)
+            del q
             continue
-        gram = [_square(x, of_squares, sharing)]
+        gram = [_whole_square(x, of_squares, sharing)]
         factor = factor_of(gram.pop(), part, of_squares)
         for at, one in enumerate(x):
             x[at] = products.times(factor, one, alpha=unscale)
@@ -188,24 +188,24 @@ def _standard(
     by_rows: bool,
 ) -> None:
     """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
-    rows = _ByRows(x[0].size(0), products, sharing)
+    shared = _ByRows(x[0].size(0), products, sharing)
     for step, (a, b, c) in enumerate(steps):
         unscale = products.unscale(is_last=step == len(steps) - 1)
         if by_rows:
-            made, alpha = rows.square(x), b
+            p, alpha = shared.square(x), b  # Z = αP
             if c != 0:
-                made, alpha = rows.product(made, made, made, beta=b, alpha=c), 1.0
-            rows.apply(made, x, products, beta=a * unscale, alpha=alpha * unscale)
-            del made
+                p, alpha = shared.product(p, p, p, beta=b, alpha=c), 1.0
+            shared.apply(p, x, products, beta=a * unscale, alpha=alpha * unscale)
+            del p
             continue
-        square, alpha = products.power_sum(_square(x, products, sharing), b, c)
+        square, alpha = products.power_sum(_whole_square(x, products, sharing), b, c)
         beta = products.fold(square, a * unscale, alpha * unscale)
         for at, one in enumerate(x):
             x[at] = products.times(square, one, beta=beta, alpha=alpha * unscale)
         del square, one
 
 
-def _square(x: Sequence[Tensor], products: Products, sharing: Sharing) -> Tensor:
+def _whole_square(x: Sequence[Tensor], products: Products, sharing: Sharing) -> Tensor:
     """XXᵀ, ``(m, m)``, the sum of those of all strips."""
     rows = sharing.start_sum([products.square(one) for one in x]).wait()
     return sharing.start_together(products.rounded(rows)).wait()
@@ -242,10 +242,10 @@ class _ByRows:
         strips = [self._square_in_halves(one) for one in x]
         sums = []
         for _ in self._halves:
-            squares = [next(halves_of_one) for halves_of_one in strips]
+            squares = [next(of_strip) for of_strip in strips]
             sums.append(self._sharing.start_sum(squares))
             del squares
-        del strips
+        del strips  # they hold the squares
         own: list[Tensor] = []
         arriving: list[Arriving] = []
         for half in sums:
