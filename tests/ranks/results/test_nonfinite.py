@@ -172,9 +172,11 @@ def _overflowing(
             made[..., 1, :] = torch.inf
         return made
 
-    def some(x: list[Tensor], config: Any, products: Any, sharing: Any) -> None:
+    def some(
+        x: list[Tensor], steps: Any, products: Any, sharing: Any, **rest: Any
+    ) -> None:
         overflows = is_so and x[0].amin() == x[0].amax() and 0 in sharing.numbers
-        of_strips(x, config, products, sharing)
+        of_strips(x, steps, products, sharing, **rest)
         if overflows:
             x[0][1] = torch.inf
 

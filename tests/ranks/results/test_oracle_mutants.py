@@ -112,23 +112,30 @@ def test_mutants_of_a_fixed_norm_are_noticed(
     assert names(found) == wrong and names(found, "exp_avg") == set()
 
 
-class _AloneSharing:
-    """A home that takes its own squares for the sum."""
-
-    def add(self: Any, squares: Sequence[Tensor]) -> Tensor:
-        return sum(squares[1:], squares[0].clone())
-
-
 def _without_sums() -> Any:
-    from megatron_muon.runtime.exchange.sharers import Sharers
+    """A home takes its rows of its own squares for those of the sum."""
+    from megatron_muon.runtime.exchange.sharers import Arriving, Sharers
 
-    return mock.patch.object(Sharers, "add", _AloneSharing.add)
+    def start_sum(sharers: Any, squares: Sequence[Tensor]) -> Arriving:
+        own = sharers._rows_of[sharers._rank]
+        return Arriving(lambda: sum(square[own] for square in squares))
+
+    return mock.patch.object(Sharers, "start_sum", start_sum)
 
 
 def _with_the_scale_of_a_strip() -> Any:
-    from megatron_muon.planning.slices import Matrix
+    from megatron_muon.rules.muon import Muon, update_scale
 
-    return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
+    made = Muon.__init__
+
+    def init(rule: Any, *args: Any) -> None:
+        made(rule, *args)
+        rule.scales = [
+            update_scale(*matrix.unit, config)
+            for matrix, config in zip(rule.plan.matrices, rule.configs, strict=True)
+        ]
+
+    return mock.patch.object(Muon, "__init__", init)
 
 
 def _with_flipped_columns() -> Any:
