@@ -134,22 +134,27 @@ def _entered(
 
     With them comes the norm, which is NaN if an entry is not finite.
 
-    The power of two below the matrix's largest entry is divided out first, which rounds
-    nothing.
+    The power of two below a strip's largest entry is divided out first, which rounds
+    nothing; the norm is in units of the largest strip's.
     """
-    largest = torch.stack(
-        [torch.linalg.vector_norm(one, math.inf).float() for one in strips]
-    )
-    every = sharing.all_numbers(torch.stack([largest, moves.float()], dim=1))
-    power = power_of_two(every[:, 0].amax())
+    largest = [torch.linalg.vector_norm(one, math.inf).float() for one in strips]
+    powers = power_of_two(torch.stack(largest))
     # a sum goes by the order of elements in memory: rows, and the matrix's columns in
     # them
-    made = [one.flatten(1).to(torch.float32, copy=True).div_(power) for one in strips]
+    made = [
+        one.flatten(1).to(torch.float32, copy=True).div_(power)
+        for one, power in zip(strips, powers, strict=True)
+    ]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
-    norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
-    has_direction = (norm > 0) & (every[:, 1].sum() > 0)
+    here = torch.stack([powers, squares, moves.float()], dim=1)
+    every, squares, moved = sharing.all_numbers(here).unbind(dim=1)
+    unit = every.amax()
+    norm = (squares * (every / unit).square()).sum().sqrt()
+    has_direction = (norm > 0) & (moved.sum() > 0)
     by = torch.where(has_direction, norm, math.inf) / products.scale
-    return [products.enter(one.div_(by)) for one in made], norm
+    for one, power in zip(made, powers, strict=True):
+        one.div_(by * (unit / power))
+    return [products.enter(one) for one in made], norm
 
 
 def _gram(

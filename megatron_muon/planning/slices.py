@@ -91,17 +91,16 @@ class Slice:
 
 
 # NCCL copies a buffer that starts at no multiple of 16 bytes one byte a load
-# (``reduceCopy`` in src/device/common_kernel.h, v2.20 to v2.30). Slices are multiples
-# of 8 elements in the models that people train; messages of 8 elements or a multiple
-# start the next one where it is aligned.
-_ALIGNED = 8
+# (``reduceCopy`` in src/device/common_kernel.h, v2.20 to v2.30). So messages start at
+# multiples of 8 elements. Megatron's own buckets cut shards anywhere.
+ALIGNED = 8
 
 
 def gather_message(elements: int, slices: int) -> int:
     """Elements of a message of slices to their home: with a flag for each, rounded
     up.
     """
-    return -(-(elements + slices) // _ALIGNED) * _ALIGNED
+    return -(-(elements + slices) // ALIGNED) * ALIGNED
 
 
 def all_slices(

@@ -2,7 +2,7 @@
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; among the homes that share a matrix,
-twice before its squares, twice for each sum of them, once for each product of which
+once before its squares, twice for each sum of them, once for each product of which
 they make rows (squares and products may go in halves, each by itself), once after them,
 and twice where a wide matrix travels as rows; ``any_rank`` over all stages where
 Megatron's norm of the gradients is not finite, or not one for all its optimizers. With
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,7 @@ from megatron_muon.runtime.tracing import named_range
 
 Group = dist.ProcessGroup
 Counts = Sequence[tuple[int, int]]  # (rank of the group, elements)
+Place = tuple[int, int, int]  # rank of the group, start and stop in a buffer
 
 # Errors of this rank's own device. They surface at the host's next call, whatever it
 # is, so they are not the collective's. torch 2.4 has the first in torch.cuda; the
@@ -102,77 +103,55 @@ class Route:
     group: Group  # the process group
     # all messages, in the order in which they are started
     messages: tuple[Message, ...]
-    received: int  # number of elements that the rank receives in all
+    # sent: elements of all messages that it sends. received: those of the buffer that
+    # is filled
+    sent: int
+    received: int
 
     @staticmethod
     def of(
         group: Group,
         world: Sequence[int],
         rank: int,
-        sent_to: Counts,
-        received_from: Counts,
+        sent: Sequence[Place],
+        received: Sequence[Place],
     ) -> Route:
-        """Messages that send consecutive ranges of one buffer, and fill another one
-        likewise.
+        """Messages that send ranges of one buffer, and fill ranges of another one.
 
         They start in the order of distance between ranks, so that ranks begin with
-        different peers.
+        different peers. A range of this rank's own has its place, and no message.
 
         Args:
             world: ``world_ranks(group)``.
             rank: this rank's number in the group.
-            sent_to, received_from: by peer, in buffer order.
         """
-        total = sum(count for _, count in received_from)
+        placed = []
+        for sign, places in ((-1, received), (1, sent)):
+            for other, start, stop in places:
+                if start < stop and other != rank:
+                    distance = sign * (other - rank) % len(world)
+                    message = Message(sign > 0, world[other], start, stop)
+                    placed.append((distance, message))
+        placed.sort(key=lambda pair: (pair[0], pair[1].is_sent))
+        messages = tuple(message for _, message in placed)
         return Route(
             group,
-            _by_distance(world, rank, _places(sent_to), _places(received_from)),
-            total,
+            messages,
+            sent=sum(each.stop - each.start for each in messages if each.is_sent),
+            received=max((stop for _, _, stop in received), default=0),
         )
 
-    @staticmethod
-    def gather(
-        group: Group,
-        world: Sequence[int],
-        rank: int,
-        places: Mapping[int, tuple[int, int]],
-    ) -> Route:
-        """Messages that send all of one buffer to each peer, and receive theirs in
-        place.
 
-        Args:
-            places: start and stop of each rank's in the received buffer; this rank's
-                own stays.
-        """
-        start, stop = places[rank]
-        sent = [(other, 0, stop - start) for other in places if other != rank]
-        received = [(other, *place) for other, place in places.items() if other != rank]
-        total = max(stop for _, stop in places.values())
-        return Route(group, _by_distance(world, rank, sent, received), total)
-
-
-_Place = tuple[int, int, int]  # rank of the group, start and stop in a buffer
-
-
-def _places(counts: Counts) -> Iterator[_Place]:
+def consecutive(counts: Counts, multiple: int = 1) -> list[Place]:
+    """The places of messages that are one after another in their buffer, each of which
+    starts at a ``multiple``.
+    """
+    places: list[Place] = []
     start = 0
     for rank, count in counts:
-        yield rank, start, start + count
-        start += count
-
-
-def _by_distance(
-    world: Sequence[int], rank: int, sent: Iterable[_Place], received: Iterable[_Place]
-) -> tuple[Message, ...]:
-    placed = []
-    for sign, places in ((-1, received), (1, sent)):
-        for other, start, stop in places:
-            if start < stop:
-                distance = sign * (other - rank) % len(world)
-                message = Message(sign > 0, world[other], start, stop)
-                placed.append((distance, message))
-    placed.sort(key=lambda pair: (pair[0], pair[1].is_sent))
-    return tuple(message for _, message in placed)
+        places.append((rank, start, start + count))
+        start += -(-count // multiple) * multiple
+    return places
 
 
 def world_ranks(group: Group) -> list[int]:
@@ -329,13 +308,13 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
     members: dict[tuple[int, ...], list[int]] = {}
     for rank, other in enumerate(all_gather_numbers(color, None, device)):
         members.setdefault(tuple(other), []).append(rank)
-    mine: Group | None = None
     # every rank makes all groups, in one order
-    for key, ranks in sorted(members.items()):
-        group = dist.new_group(ranks, timeout=timeout)
-        mine = group if key == tuple(color) else mine
-    assert mine is not None
-    return mine
+    groups = {
+        key: dist.new_group(ranks, timeout=timeout)
+        for key, ranks in sorted(members.items())
+    }
+    group: Group = groups[tuple(color)]
+    return group
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from megatron_muon.mcore.wiring import build
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.rounds import table
 from megatron_muon.rules.muon import DistributedMuon
+from megatron_muon.runtime.exchange import messages
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
 from support.virtual_gpu.plans import (
@@ -139,6 +140,7 @@ def crossed_groups(patch: Patch) -> None:
 def flags_without_room(patch: Patch) -> None:
     """The flags behind one peer's slices put the next peer's message off 16 bytes."""
     patch.setattr(table, "gather_message", lambda elements, slices: elements + slices)
+    patch.setattr(messages, "ALIGNED", 1)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,9 @@ def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
     dtype = TORCH_DTYPE[numerics_on(device, job.config).travels]
     each = max(1, job.message_bytes // dtype.itemsize // (size - 1))
     peers = [(rank, each) for rank in range(size) if rank != here]
+    places = collectives.consecutive(peers)
     world = collectives.world_ranks(group)
-    route = collectives.Route.of(group, world, here, peers, peers)
+    route = collectives.Route.of(group, world, here, places, places)
     sent = torch.ones(each * len(peers), dtype=dtype, device=device)
     rates = []
     for _ in range(1 + job.rounds):

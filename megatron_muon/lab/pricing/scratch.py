@@ -208,8 +208,8 @@ def _rows_here(own: Sequence[Matrix]) -> int:
 
 
 def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -> int:
-    """Bytes while squares are added: those of the strips here, this home's rows of all
-    others, the rows of squares that have left, and this home's rows of the sum in fp32
+    """Bytes while squares are added: those of the strips here, several of them once
+    more in the message, this home's rows of all others, and its rows of the sum in fp32
     and rounded, or of half of it.
     """
     strip, short = own[0].strip, min(own[0].whole)
@@ -217,7 +217,7 @@ def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -
     numbers = short * _rows_here(own)
     square, part = itemsize * short * short, itemsize * numbers
     has_others = min(size, strip.count) > 1
-    left = len(own) * (square - part) if has_others else 0
+    left = len(own) * square if has_others and len(own) > 1 else 0
     rounded = part if itemsize < _FP32 else 0  # a sum in fp32 is not copied
     parts = len(halves(short)) if by_rows else 1
     summing = (_FP32 * numbers + rounded) // parts

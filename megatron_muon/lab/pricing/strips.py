@@ -22,11 +22,11 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.sharing.halves import Operation, operations, run
 
 # Kernels of a strip in 16 bits, and bytes per element: largest entry, fp32 copy, its
-# division, its norm, division and cast, copy back. And per byte of a square: copies
-# into and out of messages, and sums in fp32.
-_STRIP = 24
+# division, its norm, division and cast, copy back. And per byte of a square: sums
+# in fp32, and a copy of the home's own rows.
+_STRIP = 30
 _STRIP_BYTES = 2 + (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + 4
-_SUM_BYTES = 7.5
+_SUM_BYTES = 6
 # Per byte of a strip's rows that are exchanged for columns: into a message, out of it,
 # and for the rows, half of these bytes, once more; each is read and written.
 _EXCHANGE_BYTES = 5
@@ -53,7 +53,7 @@ def newton_schulz_strip(
     products = Products(hardware, short, long, 1, numerics)
     home = _Home(hardware, homes, products, -(-short // count))
     cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
-    cost += (home.message(0) + Cost(0.0, 2)).times(3)
+    cost += (home.message(0) + Cost(0.0, 2)).times(2)
     if makes_rows(*whole, count, numerics):
         beta = not strips_take_gram(*whole, count, numerics)
         for segment in operations(*whole, count, numerics):
@@ -126,7 +126,7 @@ class _Home:
     def sums(self, width: int) -> Cost:
         """The cost of adding squares, ``width`` of their columns."""
         nbytes = self.products.short * width * self._itemsize
-        return stream(self.hardware, _SUM_BYTES * nbytes, self.homes + 4)
+        return stream(self.hardware, _SUM_BYTES * nbytes, self.homes + 3)
 
     def _made(self, one: Operation, widths: Sequence[int], *, beta: bool) -> Cost:
         """The cost of one operation, and of the copies of what it sends."""

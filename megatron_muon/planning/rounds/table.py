@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
 from megatron_muon.planning.slices import Matrix, Slice, gather_message
@@ -97,8 +97,11 @@ class RoundTable:
     results_to: tuple[tuple[int, int], ...]
     # numbers of the staged slices that are sent, in the message's order
     scattered: tuple[int, ...]
+    # sizes in this message: each peer's slices, then a gap up to the next message
+    scattered_sizes: tuple[int, ...]
+    scattered_slices: tuple[int, ...]  # numbers of those of these sizes that are slices
     results_from: tuple[tuple[int, int], ...]
-    result_sizes: tuple[int, ...]  # sizes in the message that comes back
+    result_sizes: tuple[int, ...]  # sizes in the message that comes back, with gaps
     # for each slice, its number among the kept ones and, after them, result_sizes
     result_of: tuple[int, ...]
 
@@ -140,51 +143,50 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         return place[one.matrix], one.start
 
     kept = sorted(routes.kept, key=in_staged_order)
-    to_homes = _joined(routes.gather_to)
-    arriving = _joined(routes.gather_from)
-    back = _joined(routes.scatter_to)
-    returning = _joined(routes.scatter_from)
-    held = sorted([*kept, *returning], key=lambda one: (one.parameter, one.elements))
-    number = _numbers(held)
-    staged = sorted([*kept, *arriving], key=in_staged_order)
+    leaving = _message(routes.gather_to)
+    arriving = _message(routes.gather_from)
+    back = _message(routes.scatter_to, flags=False)
+    returning = _message(routes.scatter_from, flags=False)
+    held = sorted(
+        [*kept, *returning.slices], key=lambda one: (one.parameter, one.elements)
+    )
+    number = {id(one): at for at, one in enumerate(held)}
+    staged = sorted([*kept, *arriving.slices], key=in_staged_order)
     in_staged = {(one.matrix, one.start): at for at, one in enumerate(staged)}
-    sent_sizes, sent_flags, in_sent = _message(routes.gather_to)
-    received_sizes, received_flags, in_received = _message(routes.gather_from)
-    source = {
-        **_numbers(kept),
-        **{key: len(kept) + at for key, at in in_received.items()},
-    }
-    place_of_result = _numbers([*kept, *returning])
+    source = _sources(kept, arriving)
+    result = _sources(kept, returning)
     return RoundTable(
         parameters=tuple(
             (index, _sizes(list(of_one)))
             for index, of_one in itertools.groupby(held, key=lambda one: one.parameter)
         ),
         matrices=tuple(one.matrix for one in held),
-        outgoing=tuple(number[id(one)] for one in (*kept, *to_homes)),
+        outgoing=tuple(number[id(one)] for one in (*kept, *leaving.slices)),
         kept_sizes=_sizes(kept),
-        sent_sizes=sent_sizes,
-        sent_slices=tuple(in_sent.values()),
-        sent_to=_counts(routes.gather_to, flags=True),
-        received_from=_counts(routes.gather_from, flags=True),
-        sent_flags=sent_flags,
-        received_flags=received_flags,
-        received_sizes=received_sizes,
+        sent_sizes=tuple(leaving.sizes),
+        sent_slices=tuple(leaving.places),
+        sent_to=tuple(leaving.counts),
+        received_from=tuple(arriving.counts),
+        sent_flags=tuple(leaving.flags),
+        received_flags=tuple(arriving.flags),
+        received_sizes=tuple(arriving.sizes),
         homes=tuple(homes),
         stacks=tuple(stacks),
         staged_sizes=_sizes(staged),
         staged_places=tuple(place[one.matrix] for one in staged),
         staged_from=tuple(source[id(one)] for one in staged),
-        places=tuple(place[one.matrix] for one in (*kept, *arriving)),
+        places=tuple(place[one.matrix] for one in (*kept, *arriving.slices)),
         kept_staged=tuple(in_staged[one.matrix, one.start] for one in kept),
         in_place=stays_in_place(
-            *(sum(_sizes(some)) for some in (kept, arriving, back))
+            *(sum(_sizes(some)) for some in (kept, arriving.slices, back.slices))
         ),
-        results_to=_counts(routes.scatter_to),
-        scattered=tuple(in_staged[one.matrix, one.start] for one in back),
-        results_from=_counts(routes.scatter_from),
-        result_sizes=_sizes(returning),
-        result_of=tuple(place_of_result[id(one)] for one in held),
+        results_to=tuple(back.counts),
+        scattered=tuple(in_staged[one.matrix, one.start] for one in back.slices),
+        scattered_sizes=tuple(back.sizes[:-1]),
+        scattered_slices=tuple(back.places),
+        results_from=tuple(returning.counts),
+        result_sizes=tuple(returning.sizes[:-1]),
+        result_of=tuple(result[id(one)] for one in held),
     )
 
 
@@ -217,52 +219,41 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Sta
         start += len(indices) * layout.numel
 
 
-_ByRank = dict[int, list[Slice]]
+class _Message(NamedTuple):
+    """Slices to or from other ranks, in the order of ranks."""
+
+    slices: list[Slice]
+    counts: list[tuple[int, int]]  # (rank, elements)
+    sizes: list[int]  # each rank's slices, then their flags or a gap, which fill it up
+    flags: list[int]  # places of flags
+    places: list[int]  # of each slice among the sizes
 
 
-def _joined(slices: _ByRank) -> list[Slice]:
-    """The slices of all ranks, in the order of ranks."""
-    return [one for rank in sorted(slices) for one in slices[rank]]
+def _message(slices: Mapping[int, list[Slice]], *, flags: bool = True) -> _Message:
+    made = _Message([], [], [], [], [])
+    start = 0
+    for rank in sorted(slices):
+        own = _sizes(slices[rank])
+        elements = sum(own)
+        filled = gather_message(elements, len(own) * flags)
+        made.slices.extend(slices[rank])
+        made.counts.append((rank, filled if flags else elements))
+        made.flags.extend(start + elements + at for at in range(len(own)))
+        made.places.extend(len(made.sizes) + at for at in range(len(own)))
+        made.sizes.extend([*own, filled - elements])
+        start += filled
+    return made
+
+
+def _sources(kept: Sequence[Slice], message: _Message) -> dict[int, int]:
+    """The place of each slice among the kept ones and, after them, the sizes of a
+    message, by its id.
+    """
+    places = {id(one): at for at, one in enumerate(kept)}
+    for one, at in zip(message.slices, message.places, strict=True):
+        places[id(one)] = len(kept) + at
+    return places
 
 
 def _sizes(slices: Sequence[Slice]) -> tuple[int, ...]:
     return tuple(one.elements.size for one in slices)
-
-
-def _numbers(slices: Sequence[Slice]) -> dict[int, int]:
-    """The place of each slice, by its id."""
-    return {id(one): at for at, one in enumerate(slices)}
-
-
-def _counts(slices: _ByRank, *, flags: bool = False) -> tuple[tuple[int, int], ...]:
-    """Elements by rank; with ``flags``, those of its message: see ``_message``."""
-    return tuple(
-        (rank, _elements(slices[rank], flags=flags)) for rank in sorted(slices)
-    )
-
-
-def _elements(slices: Sequence[Slice], *, flags: bool = True) -> int:
-    elements = sum(_sizes(slices))
-    return gather_message(elements, len(slices)) if flags else elements
-
-
-def _message(
-    slices: _ByRank,
-) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
-    """Sizes in a message, the places of its flags, and the number of each slice by its
-    id.
-
-    It has each rank's slices, then their flags, which fill it up.
-    """
-    sizes: list[int] = []
-    places: list[int] = []
-    numbers: dict[int, int] = {}
-    start = 0
-    for rank in sorted(slices):
-        own = _sizes(slices[rank])
-        elements = _elements(slices[rank])
-        numbers |= {id(one): len(sizes) + at for at, one in enumerate(slices[rank])}
-        places += range(start + sum(own), start + sum(own) + len(own))
-        sizes += [*own, elements - sum(own)]
-        start += elements
-    return tuple(sizes), tuple(places), numbers

@@ -38,12 +38,11 @@ NODE_LINK, MEMORY = 7, 63
 MESSAGE_PS, PEER_PS, _KERNEL_PS = 25_000_000, 1_200_000, 2_500_000
 # Of a strip: kernels, and bytes read or written per element (``pricing.strips``:
 # largest entry, fp32 copy, division, norm, division and cast, copy back).
-_STRIP_KERNELS, _STRIP_BYTES = 24, 38
-# Of a sum of squares, in halves of the square: copies into and out of messages, sums in
-# fp32.
-_SUM_HALVES = 15
+_STRIP_KERNELS, _STRIP_BYTES = 30, 38
+# Of a sum of squares, in squares: sums in fp32, and a copy of the home's own rows.
+_SUM_PASSES = 6
 # Kernels of a sum of squares, beside one for each home.
-_SUM_KERNELS = 4
+_SUM_KERNELS = 3
 # Kernels of an operation where homes make rows of squares. Their passes over linear
 # terms and messages are in ``LARGE_PRODUCTS``, as those of whole matrices are.
 _PRODUCT_KERNELS = 3
@@ -94,7 +93,7 @@ def strip_time(
     link = numerics.config.link_gbytes
     # teams are neighbours: of one node where it holds whole teams
     speed = faster_near(link, size, neighbours) if neighbours % homes == 0 else 1
-    kernels, messages = _STRIP_KERNELS, 3  # of numbers
+    kernels, messages = _STRIP_KERNELS, 2  # of numbers
     travels, passes = 0, _STRIP_BYTES * own // numerics.itemsize
     if strip.comes_as_rows:
         travels += 2 * own
@@ -109,7 +108,7 @@ def strip_time(
         takes_gram = strips_take_gram(strip.rows, strip.cols, strip.count, numerics)
         sums = len(numerics.segments if takes_gram else numerics.steps)
         travels += 2 * sums * square
-        passes += _SUM_HALVES * sums * square // 2
+        passes += _SUM_PASSES * sums * square
         messages += 2 * sums
         kernels += sums * (homes + _SUM_KERNELS)
     return StripTime(
@@ -165,7 +164,7 @@ def _beside_products(
     def compute(one: Operation) -> Fraction:
         passes, kernels = 0, _PRODUCT_KERNELS
         if one.kind == "sum":
-            passes = _SUM_HALVES * short * widths[one.half] // 2
+            passes = _SUM_PASSES * short * widths[one.half]
             kernels += homes
         return flop * flops(one) + memory * passes + kernels * _KERNEL_PS
 

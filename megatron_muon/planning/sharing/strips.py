@@ -212,7 +212,7 @@ class SharedMatrix:
 
         Each home sends
         - where strips come as rows, the other homes' columns of its rows;
-        - two numbers for each of its strips, then one;
+        - three numbers for each of its strips;
         - for each sum of squares, the rows that others add, then the rows that it has
         added;
         - where homes make rows of squares, its rows, each time that these are put
@@ -233,8 +233,7 @@ class SharedMatrix:
         if there:
             yield SharedMessages("elements", there)
         one = {pair: _NUMBER * strips[pair[0]] for pair in pairs}
-        yield SharedMessages("numbers", {pair: 2 * size for pair, size in one.items()})
-        yield SharedMessages("numbers", one)
+        yield SharedMessages("numbers", {pair: 3 * size for pair, size in one.items()})
         columns = [short]
         if any(self.gathers):
             columns = [stop - start for start, stop in halves(short)]

@@ -17,9 +17,15 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable, Stack, round_tables
-from megatron_muon.planning.slices import Matrix
+from megatron_muon.planning.slices import ALIGNED, Matrix
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Counts, Group, Pending, Route
+from megatron_muon.runtime.collectives import (
+    Counts,
+    Group,
+    Pending,
+    Route,
+    consecutive,
+)
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
 
@@ -121,7 +127,7 @@ class Exchange:
         met = set().union(*(table.peers | table.sharers for table in tables))
         peers = sorted(met - {self._rank})
         ones = [(peer, 1) for peer in peers]
-        sent = self.like.new_empty(len(peers))
+        sent = self.like.new_empty(ALIGNED * len(peers))
         route = self.route(ones, ones)
         pending = collectives.start_messages("muon/connect", sent, route)
         if pending is not None:
@@ -130,7 +136,8 @@ class Exchange:
 
     def route(self, to: Counts, received_from: Counts) -> Route:
         """Messages of this rank, by their sizes in the order of the buffers."""
-        return Route.of(self.group, self._world, self._rank, to, received_from)
+        places = [consecutive(counts, ALIGNED) for counts in (to, received_from)]
+        return Route.of(self.group, self._world, self._rank, *places)
 
     def sharers(self, strips: Sequence[Matrix]) -> Sharers:
         """The homes of a matrix, of whose strips this rank has some."""
@@ -259,7 +266,7 @@ class RoundExchange:
         """Start to send the results, and take them out of ``staged``."""
         kept, sent = self._results(staged.taken())
         pending = collectives.start_messages("muon/scatter", sent, self._scatter)
-        self._meter.scatter_bytes += sent.nbytes
+        self._meter.scatter_bytes += self._scatter.sent * sent.element_size()
         return Scattering(kept, pending)
 
     def _results(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -272,9 +279,9 @@ class RoundExchange:
             return list(slices), staged.new_empty(0)
         own = [slices[number] for number in table.kept_staged]
         outgoing = [slices[number] for number in table.scattered]
-        sizes = [table.staged_sizes[number] for number in table.scattered]
-        sent = staged.new_empty(sum(sizes))
-        in_message = split_with_sizes(sent, sizes)
+        sent = staged.new_empty(sum(table.scattered_sizes))
+        parts = split_with_sizes(sent, table.scattered_sizes)
+        in_message = [parts[number] for number in table.scattered_slices]
         if table.in_place:
             _copy(in_message, outgoing)
             return own, sent

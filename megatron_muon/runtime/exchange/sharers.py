@@ -5,20 +5,25 @@ for columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain, product
+from typing import Literal
 
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.planning.layout import range_of
+from megatron_muon.planning.layout import Span, range_of
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Group, Pending, Route
+from megatron_muon.runtime.collectives import Group, Place, Route, consecutive
 from megatron_muon.runtime.exchange.meter import Meter
 
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
 _Crossings = dict[tuple[int, int], Tensor]
+# what homes have ranges of: numbers of strips, or rows of squares
+_Ranges = Literal["strips", "rows"]
 
 
 class Arriving:
@@ -64,45 +69,61 @@ class Sharers:
         world: Sequence[int],
         meter: Meter,
     ) -> None:
-        self._homes, self._rank = [strip.home for strip in strips], rank
+        self._rank, self._group, self._world = rank, group, world
+        self._meter = meter
         self._rows = [strip.rows for strip in strips]
         self._cols = [strip.long for strip in strips]
         self.count = len(strips)
-        self.numbers = self._strips_at(rank)
-        self._ranks = sorted(set(self._homes))
-        self._others = [other for other in self._ranks if other != rank]
-        self._theirs = [self._strips_at(other) for other in self._others]
-        # of each square, the rows of each home's strips, which are neighbours
+        strips_of: dict[int, list[int]] = defaultdict(list)
+        for number, strip in enumerate(strips):
+            strips_of[strip.home].append(number)
+        self.numbers = strips_of[rank]
+        self._others = [home for home in strips_of if home != rank]
+        self._theirs = [strips_of[other] for other in self._others]
+        # by home, in order: its strips are neighbours, and so are their rows
+        self._ranges: dict[_Ranges, dict[int, Span]] = {"strips": {}, "rows": {}}
         short = min(strips[0].whole)
-        self._rows_of = {}
-        for home in self._ranks:
-            own = self._strips_at(home)
+        for home, own in strips_of.items():
             first = range_of(short, own[0], self.count)
             last = range_of(short, own[-1], self.count)
-            self._rows_of[home] = slice(first.start, last.stop)
-        self._group, self._world, self._meter = group, world, meter
+            self._ranges["strips"][home] = Span(own[0], own[-1] + 1)
+            self._ranges["rows"][home] = Span(first.start, last.stop)
+        self._gather_route = cache(self._route_of_gather)  # of all steps
+        self._sum_route = cache(self._route_of_sum)
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
-        every = self._start_of_all({rank: list(mine) for rank in self._ranks})
-        return torch.stack(every())
+        return self._start_gather("strips", mine).wait()
 
     def start_sum(self, squares: Sequence[Tensor]) -> Arriving:
         """This home's rows of the sum of all strips' squares, ``(rows, k)``, from the
-        squares of those that are here, ``(m, k)``.
+        squares of those that are here, ``(m, k)`` and contiguous.
+
+        The squares stay as they are until the sum has been waited for.
         """
-        parts = {
-            rank: [square[own] for square in squares]
-            for rank, own in self._rows_of.items()
-        }
-        of_all = self._start_of_all(parts)
+        ranges, width = self._ranges["rows"], squares[0].size(1)
+        sent = squares[0]
+        if len(squares) > 1 and self._others:  # what another gets is one message
+            parts: list[Tensor] = []
+            for own in ranges.values():
+                parts += [square[own.start : own.stop] for square in squares]
+            sent = torch.cat(parts)
+        route = self._sum_route(width)
+        self._meter.square_bytes += route.sent * sent.element_size()
+        pending = collectives.start_messages("muon/share", sent.view(-1), route)
+        mine = ranges[self._rank]
 
         def added() -> Tensor:
-            mine = parts[self._rank][0]
-            total = torch.zeros_like(mine, dtype=torch.float32)
-            for part in of_all():
-                total.add_(part)
-            return total.to(mine.dtype)
+            own = [square[mine.start : mine.stop] for square in squares]
+            of_strips = dict(zip(self.numbers, own, strict=True))
+            if pending is not None:
+                theirs = pending.wait().view(-1, mine.size, width)
+                numbers = chain.from_iterable(self._theirs)
+                of_strips |= zip(numbers, theirs, strict=True)
+            total = torch.zeros_like(own[0], dtype=torch.float32)
+            for number in range(self.count):
+                total.add_(of_strips[number])
+            return total.to(sent.dtype)
 
         return Arriving(added)
 
@@ -112,23 +133,7 @@ class Sharers:
         Args:
             rows: this home's, ``(rows, k)``, contiguous.
         """
-        if not self._others:
-            return Arriving(lambda: rows)
-        width = rows.size(1)
-        places = {
-            rank: (own.start * width, own.stop * width)
-            for rank, own in self._rows_of.items()
-        }
-        route = Route.gather(self._group, self._world, self._rank, places)
-        self._meter.square_bytes += len(self._others) * rows.nbytes
-        pending = self._start("muon/share", rows.view(-1), route)
-
-        def whole() -> Tensor:
-            made = pending.wait().view(-1, width)
-            made[self._rows_of[self._rank]] = rows
-            return made
-
-        return Arriving(whole)
+        return self._start_gather("rows", rows)
 
     def rows_to_columns(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
         """The strips' columns of a wide matrix, from their rows.
@@ -178,69 +183,63 @@ class Sharers:
         def sizes(keys: Sequence[tuple[int, int]]) -> list[int]:
             return [math.prod(shape_of(*key)) for key in keys]
 
+        def places_of(keys: Sequence[list[tuple[int, int]]]) -> list[Place]:
+            totals = [sum(sizes(of_other)) for of_other in keys]
+            return consecutive(list(zip(self._others, totals, strict=True)))
+
         keys = list(chain.from_iterable(outgoing))
         sent = crossings[own[0], own[0]].new_empty(sum(sizes(keys)))
         places = split_with_sizes(sent, sizes(keys))
         for key, place in zip(keys, places, strict=True):
             place.view(shape_of(*key)).copy_(crossings[key])
         self._meter.turn_bytes += sent.nbytes
-        to = [sum(sizes(some)) for some in outgoing]
-        counts = [sum(sizes(some)) for some in incoming]
-        pending = self._start("muon/turn", sent, self._route(to, counts))
-        received = pending.wait()
+        route = self._route(places_of(outgoing), places_of(incoming))
+        pending = collectives.start_messages("muon/turn", sent, route)
+        assert pending is not None
         keys = list(chain.from_iterable(incoming))
-        parts = split_with_sizes(received, sizes(keys))
+        parts = split_with_sizes(pending.wait(), sizes(keys))
         for key, part in zip(keys, parts, strict=True):
             made[key] = part.view(shape_of(*key))
         return made
 
-    def _strips_at(self, rank: int) -> list[int]:
-        """Numbers of the strips whose home a rank is."""
-        return [number for number, home in enumerate(self._homes) if home == rank]
+    def _start_gather(self, what: _Ranges, mine: Tensor) -> Arriving:
+        """``(n, k)`` of all homes, from ``mine`` of this one."""
+        width = mine.size(1)
+        route = self._gather_route(what, width)
+        self._meter.square_bytes += route.sent * mine.element_size()
+        pending = collectives.start_messages("muon/share", mine.view(-1), route)
+        if pending is None:
+            return Arriving(lambda: mine)
+        own = self._ranges[what][self._rank]
 
-    def _start_of_all(
-        self, given: Mapping[int, Sequence[Tensor]]
-    ) -> Callable[[], list[Tensor]]:
-        """Start to collect what all strips give to this home; the returned function
-        waits for it, in the order of strips.
+        def whole() -> Tensor:
+            made = pending.wait().view(-1, width)
+            made[own.start : own.stop] = mine
+            return made
 
-        Args:
-            given: what each strip here gives, by the home that gets it. What a home
-                gets has one shape.
-        """
-        own = given[self._rank]
-        of_strips = dict(zip(self.numbers, own, strict=True))
-        if not self._others:
-            return lambda: [of_strips[number] for number in range(self.count)]
-        parts: list[Tensor] = []
-        for other in self._others:
-            parts += [part.flatten() for part in given[other]]
-        to = [len(own) * given[other][0].numel() for other in self._others]
-        counts = [len(strips) * own[0].numel() for strips in self._theirs]
-        sent = torch.cat(parts)
-        self._meter.square_bytes += sent.nbytes
-        pending = self._start("muon/share", sent, self._route(to, counts))
+        return Arriving(whole)
 
-        def received() -> list[Tensor]:
-            theirs = pending.wait().view(-1, *own[0].shape)
-            of_all = of_strips | dict(
-                zip(chain.from_iterable(self._theirs), theirs, strict=True)
-            )
-            return [of_all[number] for number in range(self.count)]
+    def _route_of_gather(self, what: _Ranges, width: int) -> Route:
+        """Each home's rows of this width go to all others."""
+        places = [
+            (home, own.start * width, own.stop * width)
+            for home, own in self._ranges[what].items()
+        ]
+        size = self._ranges[what][self._rank].size * width
+        return self._route([(other, 0, size) for other in self._others], places)
 
-        return received
+    def _route_of_sum(self, width: int) -> Route:
+        """Of each strip's square, of this width, each home gets its rows."""
+        ranges, each = self._ranges["rows"], len(self.numbers) * width
+        sent = [
+            (home, own.start * each, own.stop * each) for home, own in ranges.items()
+        ]
+        size = ranges[self._rank].size * width
+        counts = [
+            (other, len(numbers) * size)
+            for other, numbers in zip(self._others, self._theirs, strict=True)
+        ]
+        return self._route(sent, consecutive(counts))
 
-    def _route(self, to: Sequence[int], counts: Sequence[int]) -> Route:
-        """Messages to and from the other homes, one after another in their buffers.
-
-        Args:
-            to, counts: numbers of elements by home, sent and received.
-        """
-        sent_to = list(zip(self._others, to, strict=True))
-        taken = list(zip(self._others, counts, strict=True))
-        return Route.of(self._group, self._world, self._rank, sent_to, taken)
-
-    def _start(self, name: str, sent: Tensor, route: Route) -> Pending:
-        pending = collectives.start_messages(name, sent, route)
-        assert pending is not None
-        return pending
+    def _route(self, sent: Sequence[Place], received: Sequence[Place]) -> Route:
+        return Route.of(self._group, self._world, self._rank, sent, received)

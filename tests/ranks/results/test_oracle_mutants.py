@@ -117,8 +117,8 @@ def _without_sums() -> Any:
     from megatron_muon.runtime.exchange.sharers import Arriving, Sharers
 
     def start_sum(sharers: Any, squares: Sequence[Tensor]) -> Arriving:
-        own = sharers._rows_of[sharers._rank]
-        return Arriving(lambda: sum(square[own] for square in squares))
+        own = sharers._ranges["rows"][sharers._rank]
+        return Arriving(lambda: sum(squares)[own.start : own.stop])
 
     return mock.patch.object(Sharers, "start_sum", start_sum)
 

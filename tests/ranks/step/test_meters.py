@@ -169,7 +169,7 @@ def _messages(shared: SharedMatrix) -> int:
     """
     squares = 2 * len(shared.gathers) + sum(shared.gathers)
     parts = len(halves(min(shared.rows, shared.cols))) if any(shared.gathers) else 1
-    return 2 * bool(shared.row_itemsize) + 3 + squares * parts
+    return 2 * bool(shared.row_itemsize) + 2 + squares * parts
 
 
 def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
@@ -282,7 +282,7 @@ def test_the_inner_step_calls_nothing_but_the_exchange(
         names = [name for name, _, _ in rank["calls"]]
         assert set(names) <= SENDS
         others = max((size for _, _, size in rank["calls"]), default=1) - 1
-        # two to turn it, three of numbers, two for each sum, gathers
+        # two to turn it, two of numbers, two for each sum, gathers
         shared = rank["shared"]
         assert names.count("isend") <= (2 * rank["optimizers"] + shared) * others
     if len(counted) > 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -138,9 +138,9 @@ def _check_directions(
     table = rank.table
     parts = _cut(staged, table.staged_sizes)
     kept = [parts[at] for at in table.kept_staged]
-    received = [
-        element for r, _ in table.results_from for element in sent[r][rank.rank]
-    ]
+    received: list[Any] = []
+    for r, _ in table.results_from:  # the next one starts at a multiple of 8
+        received += [None] * (-len(received) % 8) + sent[r][rank.rank]
     sources = [*kept, *_cut(received, table.result_sizes)]
     assert [sources[at] for at in table.result_of] == rank.runs
 
