@@ -66,11 +66,14 @@ class Sharing(Protocol):
     def count(self) -> int: ...
 
     def all_numbers(self, mine: Tensor) -> Tensor:
-        """``(strips, k)`` in the order of strips, from ``(strips here, k)`` fp32."""
+        """``(strips, k)`` in the order of strips, from ``(strips here, k)``, contiguous
+        fp32.
+        """
 
     def start_sum(self, squares: Sequence[Tensor]) -> Arriving:
         """This home's rows of the sum of all strips' squares, from the squares of those
-        that are here, each ``(m, k)``.
+        that are here, each ``(m, k)`` and contiguous. Nothing may change them before
+        the wait.
 
         They are added in fp32 in the order of strips, and rounded to the dtype of
         squares.
@@ -147,9 +150,9 @@ def _entered(
     ]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     here = torch.stack([powers, squares, moves.float()], dim=1)
-    every, squares, moved = sharing.all_numbers(here).unbind(dim=1)
-    unit = every.amax()
-    norm = (squares * (every / unit).square()).sum().sqrt()
+    all_powers, all_squares, moved = sharing.all_numbers(here).unbind(dim=1)
+    unit = all_powers.amax()
+    norm = (all_squares * (all_powers / unit).square()).sum().sqrt()
     has_direction = (norm > 0) & (moved.sum() > 0)
     by = torch.where(has_direction, norm, math.inf) / products.scale
     for one, power in zip(made, powers, strict=True):

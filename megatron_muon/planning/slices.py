@@ -91,14 +91,15 @@ class Slice:
 
 
 # NCCL copies a buffer that starts at no multiple of 16 bytes one byte a load
-# (``reduceCopy`` in src/device/common_kernel.h, v2.20 to v2.30). So messages start at
-# multiples of 8 elements. Megatron's own buckets cut shards anywhere.
+# (``reduceCopy`` in src/device/common_kernel.h, v2.20 to v2.30). So messages of slices
+# and of results start at multiples of 8 elements, though Megatron's own buckets cut
+# shards anywhere.
 ALIGNED = 8
 
 
 def gather_message(elements: int, slices: int) -> int:
-    """Elements of a message of slices to their home: with a flag for each, rounded
-    up.
+    """Elements of a message of slices to their home, with a flag for each, up to where
+    the next one starts.
     """
     return -(-(elements + slices) // ALIGNED) * ALIGNED
 

@@ -22,6 +22,7 @@ from megatron_muon.lab.tables import digits, show
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.planning.slices import ALIGNED
 from megatron_muon.runtime import collectives
 from megatron_muon.settings.config import MuonConfig
 
@@ -103,7 +104,8 @@ def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
     if size == 1:
         return None
     dtype = TORCH_DTYPE[numerics_on(device, job.config).travels]
-    each = max(1, job.message_bytes // dtype.itemsize // (size - 1))
+    each = max(1, job.message_bytes // dtype.itemsize // (size - 1) // ALIGNED)
+    each *= ALIGNED  # else NCCL copies one byte a load
     peers = [(rank, each) for rank in range(size) if rank != here]
     places = collectives.consecutive(peers)
     world = collectives.world_ranks(group)

@@ -92,12 +92,13 @@ class RoundTable:
     places: tuple[int, ...]
     kept_staged: tuple[int, ...]  # numbers of the staged slices that are kept
     in_place: bool  # kept slices are written where they are staged (stays_in_place)
-    # results_to, results_from: (rank of the stage, elements) of the ranks that
-    # get results from here, and of those that send some
+    # results_to, results_from: (rank of the stage, elements without gaps) of the ranks
+    # that get results from here, and of those that send some
     results_to: tuple[tuple[int, int], ...]
     # numbers of the staged slices that are sent, in the message's order
     scattered: tuple[int, ...]
-    # sizes in this message: each peer's slices, then a gap up to the next message
+    # sizes in this message: each peer's slices, then a gap, of 0 or more elements, up
+    # to where the next one's start; no gap after the last
     scattered_sizes: tuple[int, ...]
     scattered_slices: tuple[int, ...]  # numbers of those of these sizes that are slices
     results_from: tuple[tuple[int, int], ...]
@@ -225,7 +226,7 @@ class _Message(NamedTuple):
     slices: list[Slice]
     counts: list[tuple[int, int]]  # (rank, elements)
     sizes: list[int]  # each rank's slices, then their flags or a gap, which fill it up
-    flags: list[int]  # places of flags
+    flags: list[int]  # places of flags, if it has some
     places: list[int]  # of each slice among the sizes
 
 

@@ -22,8 +22,8 @@ from megatron_muon.runtime.exchange.meter import Meter
 
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
 _Crossings = dict[tuple[int, int], Tensor]
-# what homes have ranges of: numbers of strips, or rows of squares
-_Ranges = Literal["strips", "rows"]
+# what each home has a range of: numbers of strips, or rows of squares
+_What = Literal["strips", "rows"]
 
 
 class Arriving:
@@ -81,14 +81,15 @@ class Sharers:
         self._others = [home for home in strips_of if home != rank]
         self._theirs = [strips_of[other] for other in self._others]
         # by home, in order: its strips are neighbours, and so are their rows
-        self._ranges: dict[_Ranges, dict[int, Span]] = {"strips": {}, "rows": {}}
+        self._ranges: dict[_What, dict[int, Span]] = {"strips": {}, "rows": {}}
         short = min(strips[0].whole)
         for home, own in strips_of.items():
             first = range_of(short, own[0], self.count)
             last = range_of(short, own[-1], self.count)
             self._ranges["strips"][home] = Span(own[0], own[-1] + 1)
             self._ranges["rows"][home] = Span(first.start, last.stop)
-        self._gather_route = cache(self._route_of_gather)  # of all steps
+        # made at first use, for all steps
+        self._gather_route = cache(self._route_of_gather)
         self._sum_route = cache(self._route_of_sum)
 
     def all_numbers(self, mine: Tensor) -> Tensor:
@@ -202,8 +203,8 @@ class Sharers:
             made[key] = part.view(shape_of(*key))
         return made
 
-    def _start_gather(self, what: _Ranges, mine: Tensor) -> Arriving:
-        """``(n, k)`` of all homes, from ``mine`` of this one."""
+    def _start_gather(self, what: _What, mine: Tensor) -> Arriving:
+        """``(n, k)`` of all homes, from ``mine`` of this one, which is contiguous."""
         width = mine.size(1)
         route = self._gather_route(what, width)
         self._meter.square_bytes += route.sent * mine.element_size()
@@ -219,7 +220,7 @@ class Sharers:
 
         return Arriving(whole)
 
-    def _route_of_gather(self, what: _Ranges, width: int) -> Route:
+    def _route_of_gather(self, what: _What, width: int) -> Route:
         """Each home's rows of this width go to all others."""
         places = [
             (home, own.start * width, own.stop * width)
