@@ -128,12 +128,3 @@ def _held_rows(
 def _continues(one: Block, other: Block) -> bool:
     same = one.matrix == other.matrix and one.rows.stop == other.rows.start
     return same and one.matrix_row + one.rows.size == other.matrix_row
-
-
-def repeated(groups: int, group_rows: Sequence[tuple[str, int]]) -> Sections:
-    """Rows that repeat group by group, e.g. (q, k, v) per query group: a matrix for
-    each part.
-
-    ``group_rows`` are ``(part, rows of it in one group)``.
-    """
-    return (tuple(Rows(part, count) for part, count in group_rows) * groups,)

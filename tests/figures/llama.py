@@ -20,8 +20,9 @@ from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.sections import repeated, sectioned
+from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig
+from support.sections import repeated
 
 HIDDEN, FFN, KV, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
 WHOLE = 1 << 60  # elements: one bucket

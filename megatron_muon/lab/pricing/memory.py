@@ -41,10 +41,10 @@ def at_rest(
     They are those on the device, or with ``host`` the others.
     """
     kinds = []
-    every = [(one.muon, one.elements) for one in optimizers]
+    every = [(one.muon, one.elements, one.lines) for one in optimizers]
     for rank in range(len(every[0][0])):
         main = momentum = moments = 0
-        for one, (muon, elements) in zip(optimizers, every, strict=True):
+        for one, (muon, elements, lines) in zip(optimizers, every, strict=True):
             held, muons = one.held, muon[rank] * with_muon
             wide, both = held.of_adamw
             part = held.on_host if host else 1 - held.on_host
@@ -53,7 +53,7 @@ def at_rest(
             of_element, of_line = held.of_rule
             momentum += int(part * muons * (held.momentum + of_element))
             if with_muon and not host:
-                momentum += of_line * one.lines[rank]
+                momentum += of_line * lines[rank]
             moments += int(part * adamws * both)
         whole = [
             sum(each) * (not host)

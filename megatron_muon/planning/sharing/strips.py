@@ -43,6 +43,9 @@ LEAST_SHARED_PS = 50_000_000
 # model's without experts, and further off with them.
 _STEP_GAIN = Fraction(1, 100)
 _LEAST_GAIN = Fraction(5, 100)
+# From a start so much slower than the best the search ends at the same numbers, by the
+# models of test_choices, and at 16,384 ranks takes most of the plan's time.
+_WORTH = Fraction(3, 2)
 _NUMBER = 4  # bytes of a number in fp32
 _NEAR = Fraction(9, 10)  # the edge of a shard may leave a few rows on another node
 _EXPERTS = ".experts."  # there are always many of them
@@ -329,7 +332,8 @@ def choose_counts(
     time.
 
     The search starts from 8 strips of all kinds with a long short side that can have
-    them, from 4, from 2 and from whole matrices. One kind at a time gets the other
+    them, from 4, from 2 and from whole matrices, but for starts that take ``_WORTH``
+    times as long as the best. One kind at a time gets the other
     number that gains most, until none gains ``_STEP_GAIN``, as a later start's end must
     on that of an earlier one: within that, smaller parts balance better than the time
     tells. A kind that gains no more than that stays whole. Kinds that are far go with
@@ -358,10 +362,12 @@ def choose_counts(
 
     longest = max(kind.short for kind in possible)
     large = [kind for kind in possible if 2 * kind.short >= longest and not kind.is_far]
-    found: list[tuple[Counts, int]] = []
-    for start in reversed(numbers):
-        counts = {kind: start for kind in large if start in possible[kind]}
-        found.append(_improved(counts, possible, timed))
+    starts = [
+        {kind: start for kind in large if start in possible[kind]}
+        for start in reversed(numbers)
+    ]
+    most = min(map(timed, starts)) * _WORTH
+    found = [_improved(each, possible, timed) for each in starts if timed(each) <= most]
     best, least = found[0]
     for others, time in found[1:]:
         if time <= least * (1 - _STEP_GAIN):

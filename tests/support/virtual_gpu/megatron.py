@@ -160,11 +160,6 @@ def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
     def grid(coordinates: Any, *args: Any) -> Any:
         return world.grid(ranks, config.node_ranks, experts=coordinates.ep_size > 1)
 
-    gather = collectives.all_gather_numbers
-
-    def same(mine: Sequence[int], *args: Any) -> list[Sequence[int]]:
-        return [mine for _ in gather(mine, *args)]
-
     def instance(color: Sequence[int], like: Any, device: Any) -> Any:
         return parallel_state.create_group(_ranks_of_instance(ranks, like, color[-1]))
 
@@ -173,7 +168,8 @@ def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
             (build, "agree_on_grid", grid),
             (build, "start_lines", lambda *args, **options: []),
             (collectives, "split_world", instance),
-            (collectives, "all_gather_numbers", same),
+            # of the world
+            (collectives, "all_gather_numbers", lambda own, *_: [own] * ranks.world),
         ):
             stack.enter_context(replaced(owner, **{name: value}))
         yield

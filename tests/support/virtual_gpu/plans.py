@@ -18,8 +18,9 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.sections import Rows, repeated, sectioned
+from megatron_muon.planning.sections import Rows, sectioned
 from megatron_muon.settings.config import MuonConfig
+from support.sections import repeated
 
 # Of published models, whose vocabulary is not padded further where TP is larger.
 LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN3_30B = (
@@ -99,12 +100,8 @@ def _layer(
     groups = repeated(3 * hidden // 24, (("q", 8), ("k", 8), ("v", 8)))
     yield name, shape, 0, sectioned(name, shape, 0, tp, groups)
     name, shape = f"{layer}.linear_fc1", (2 * ffn // tp, hidden)
-    yield (
-        name,
-        shape,
-        0,
-        sectioned(name, shape, 0, tp, ((Rows("", ffn),), (Rows("", ffn),))),
-    )
+    groups = ((Rows("", ffn),),) * 2
+    yield name, shape, 0, sectioned(name, shape, 0, tp, groups)
     name, shape = f"{layer}.linear_fc2", (hidden, ffn // tp)
     yield name, shape, 1, whole_matrix(name, shape, 1, tp)
     name, shape = f"{layer}.router", (8, hidden)

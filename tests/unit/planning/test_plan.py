@@ -23,10 +23,11 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.plan import make_plan
 from megatron_muon.planning.rounds.table import round_tables
-from megatron_muon.planning.sections import Rows, repeated, sectioned
+from megatron_muon.planning.sections import Rows, sectioned
 from megatron_muon.settings.config import MuonConfig
 from support.processes import printed
 from support.rounds import silent_rounds
+from support.sections import repeated
 from support.virtual_gpu.plans import small_plan
 
 KINDS = (
