@@ -117,7 +117,7 @@ def quick(step: Callable[[], Any]) -> Iterator[None]:
     def key(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return tuple(map(key, value))
-        return value.shape if isinstance(value, Tensor) else value
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
     class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
