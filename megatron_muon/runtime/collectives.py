@@ -124,6 +124,7 @@ class Route:
         Args:
             world: ``world_ranks(group)``.
             rank: this rank's number in the group.
+            sent, received: the ranges by peer, in elements of their buffers.
         """
         placed = []
         for sign, places in ((-1, received), (1, sent)):
@@ -143,8 +144,8 @@ class Route:
 
 
 def consecutive(counts: Counts, multiple: int = 1) -> list[Place]:
-    """The places of messages that are one after another in their buffer, each of which
-    starts at a ``multiple``.
+    """The places of messages that are one after another in their buffer, and start at
+    multiples of ``multiple`` elements.
     """
     places: list[Place] = []
     start = 0

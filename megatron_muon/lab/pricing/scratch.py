@@ -208,9 +208,9 @@ def _rows_here(own: Sequence[Matrix]) -> int:
 
 
 def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -> int:
-    """Bytes while squares are added: those of the strips here, several of them once
-    more in the message, this home's rows of all others, and its rows of the sum in fp32
-    and rounded, or of half of it.
+    """Bytes while squares are added: those of the strips here, of several a copy that
+    is sent, this home's rows of all others' squares, and its rows of the sum, in fp32
+    and rounded. Where squares travel in halves, these are of one half.
     """
     strip, short = own[0].strip, min(own[0].whole)
     assert strip is not None

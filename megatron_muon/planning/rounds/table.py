@@ -226,11 +226,16 @@ class _Message(NamedTuple):
     slices: list[Slice]
     counts: list[tuple[int, int]]  # (rank, elements)
     sizes: list[int]  # each rank's slices, then their flags or a gap, which fill it up
-    flags: list[int]  # places of flags, if it has some
+    flags: list[int]  # places of flags in the buffer, where it has some
     places: list[int]  # of each slice among the sizes
 
 
 def _message(slices: Mapping[int, list[Slice]], *, flags: bool = True) -> _Message:
+    """The message of slices by rank, with a flag for each.
+
+    Without flags a gap, which does not travel, takes their place: so each rank's part
+    starts as ``collectives.consecutive`` places it.
+    """
     made = _Message([], [], [], [], [])
     start = 0
     for rank in sorted(slices):

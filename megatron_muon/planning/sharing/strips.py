@@ -43,9 +43,10 @@ LEAST_SHARED_PS = 50_000_000
 # model's without experts, and further off with them.
 _STEP_GAIN = Fraction(1, 100)
 _LEAST_GAIN = Fraction(5, 100)
-# From a start so much slower than the best the search ends at the same numbers, by the
-# models of test_choices, and at 16,384 ranks takes most of the plan's time.
-_WORTH = Fraction(3, 2)
+# A start that is so many times slower than the best one is not searched from. The
+# search from it ends at the same numbers, by the models of test_choices, and at 16,384
+# ranks it takes most of the plan's time.
+_SLOW_START = Fraction(3, 2)
 _NUMBER = 4  # bytes of a number in fp32
 _NEAR = Fraction(9, 10)  # the edge of a shard may leave a few rows on another node
 _EXPERTS = ".experts."  # there are always many of them
@@ -332,8 +333,8 @@ def choose_counts(
     time.
 
     The search starts from 8 strips of all kinds with a long short side that can have
-    them, from 4, from 2 and from whole matrices, but for starts that take ``_WORTH``
-    times as long as the best. One kind at a time gets the other
+    them, from 4, from 2 and from whole matrices, but not where a start takes more than
+    ``_SLOW_START`` times as long as the best one. One kind at a time gets the other
     number that gains most, until none gains ``_STEP_GAIN``, as a later start's end must
     on that of an earlier one: within that, smaller parts balance better than the time
     tells. A kind that gains no more than that stays whole. Kinds that are far go with
@@ -366,7 +367,7 @@ def choose_counts(
         {kind: start for kind in large if start in possible[kind]}
         for start in reversed(numbers)
     ]
-    most = min(map(timed, starts)) * _WORTH
+    most = min(map(timed, starts)) * _SLOW_START
     found = [_improved(each, possible, timed) for each in starts if timed(each) <= most]
     best, least = found[0]
     for others, time in found[1:]:
