@@ -115,8 +115,8 @@ export OMP_NUM_THREADS=1
 SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 LAB=(tests/models tests/gpu tests/megatron_lm/test_{compare,ladder}.py tests/ranks/test_pricing_processes.py
     tests/cli/{accept,bench,curves,inspect,plan,routes,trace} tests/cli/test_{arguments,doctor,interrupts}.py)
-if [[ $* == --mass ]]; then # size and style of code and documents beside their goals
-    exec "$VENV/bin/python" tests/support/mass.py
+if [[ $* == --mass ]]; then # size and style of code and documents beside a table of sizes
+    PYTHONPATH="tests:${PYTHONPATH:-}" exec "$VENV/bin/python" -m support.mass
 elif [[ $* == te ]]; then
     over_te
     exit

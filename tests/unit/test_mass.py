@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from support import mass
+from support import knows, mass
 from support.mass import Measure, Size, size_of
 
 ONE_OF_EACH = '''"""Two words."""
@@ -74,19 +76,45 @@ def test_a_sum_has_the_largest_density() -> None:
     assert total == Size(statements=3, dense=3)
 
 
-def test_only_what_is_beyond_the_slack_fails() -> None:
-    assert not Measure("tokens", 105, 100).fails
-    assert Measure("tokens", 106, 100).fails
-    assert not Measure("words", 95, 100, is_floor=True).fails
-    assert Measure("words", 94, 100, is_floor=True).fails
-    assert Measure("chained", 1, 0).fails
+def test_only_what_is_beyond_its_bound_fails() -> None:
+    assert not Measure("tokens", 100, 100).fails
+    assert Measure("tokens", 101, 100).fails
+    assert not Measure("words", 100, 100, is_floor=True).fails
+    assert Measure("words", 99, 100, is_floor=True).fails
+
+
+def test_a_size_may_grow_by_its_slack_and_no_more() -> None:
+    table = {whole: dict(row) for whole, row in mass.SIZES.items()}
+    for whole, slack in mass.SLACK.items():
+        size = table[whole]["tokens"]
+        assert size is not None
+        for tokens, fails in (
+            ((1 + slack) * size, False),
+            ((1 + slack) * size + 1, True),
+        ):
+            sizes = dict.fromkeys(mass.SIZES, Size())
+            sizes[whole] = Size(tokens=int(tokens))
+            assert _failing(sizes) == ({f"{whole}, tokens"} if fails else set())
 
 
 def test_a_packing_that_is_gone_fails_when_it_comes_back() -> None:
-    sizes = dict.fromkeys(mass.GOALS, Size(statements=10, tokens=90))
-    assert not any(measure.fails for measure in mass._of_code(sizes))
     for packing in ("starred", "chained", "packed"):
-        of_many = Size(statements=10, tokens=90, **{packing: 30})
-        sizes = dict.fromkeys(mass.GOALS, of_many)
-        failing = {measure.name for measure in mass._of_code(sizes) if measure.fails}
-        assert failing == {f"{whole}, {packing}" for whole in mass.GOALS}
+        sizes = dict.fromkeys(mass.SIZES, Size(**{packing: 30}))
+        assert _failing(sizes) == {f"{whole}, {packing}" for whole in mass.SIZES}
+
+
+def _failing(sizes: dict[str, Size]) -> set[str]:
+    return {measure.name for measure in mass._code(sizes) if measure.fails}
+
+
+def test_a_module_knows_a_feature_by_its_code_alone(tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    texts = {
+        "code.py": "x = config.qk_clip",
+        "docstring.py": "'''qk_clip'''\nx = 1  # qk_clip",
+        "lab/tool.py": "x = config.qk_clip",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    counts = knows.counts(tmp_path)
+    assert counts["QK-Clip"] == 1 and counts["strips"] == 0 and counts["modules"] == 2
