@@ -19,6 +19,7 @@ from megatron_muon.presence import (
     SeamError,
     require_core,
 )
+from megatron_muon.settings import left
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.rules import OwnRule, register_rule
 from megatron_muon.version import __version__
@@ -69,6 +70,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("megatron_muon.cpu")
     if name in _ERRORS:
         return getattr(importlib.import_module(_ERRORS[name]), name)
+    if name in left.NAMES:
+        raise AttributeError(f"megatron_muon.{name} was removed: {left.NAMES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
+from megatron_muon.settings import left
 from megatron_muon.settings.coefficients import (
     SETS,
     Restarts,
@@ -285,6 +286,8 @@ ROWS = rows_of(MuonConfig)
 def _given(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
     """The settings that were written out; a TypeError for an unknown name."""
     for name in given.keys() - defaults.keys():
+        if name in left.FIELDS:
+            raise TypeError(f"MuonConfig's {name} was removed: {left.FIELDS[name]}")
         close = " or ".join(map(repr, get_close_matches(name, defaults, 2)))
         hint = f"; did you mean {close}?" if close else ""
         raise TypeError(f"MuonConfig has no setting {name!r}{hint}")

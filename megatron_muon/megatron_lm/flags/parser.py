@@ -15,7 +15,9 @@ import argparse
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
+from megatron_muon.settings import left
 from megatron_muon.settings.flags import (
     KEPT,
     MUONS,
@@ -59,7 +61,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=flag.help,
                 **flag.kind.keywords(),
             )
+    for option in sorted(left.FLAGS.keys() - actions.keys()):
+        group.add_argument(
+            option,
+            action=_Removed,
+            nargs="?",
+            dest=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
+
+
+class _Removed(argparse.Action):
+    """A removed flag ends the process with what to do now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        (option,) = self.option_strings
+        parser.error(f"{option} was removed: {left.FLAGS[option]}")
 
 
 # Flags of a published command line that no Megatron has but Moonshot's fork, and what
