@@ -1,19 +1,13 @@
-"""``--muon-dp-layout``: the layout of grad buffers that flags or a checkpoint set, or
-leave to the plugin.
+"""``--muon-dp-layout``: what flags say of the grad buffers, or leave to the plugin.
 
-Where they leave it, it is chosen once the model is there
-(``mcore.wiring.buffers.bucket_layout``). A run that goes on from a checkpoint keeps its
-layout.
+Where they leave the number of buckets, it is chosen once the model is there
+(``mcore.wiring.buffers.bucket_layout``).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 from argparse import Namespace
-from pathlib import Path
 
-from megatron_muon.mcore.load_check import digest
 from megatron_muon.settings.flags import written
 
 
@@ -31,43 +25,11 @@ def aligns_shards(args: Namespace) -> bool:
     return contiguous and not from_adamw and takes_layouts()
 
 
-def open_layouts(args: Namespace, *, may_be_bucketed: bool = False) -> tuple[str, ...]:
-    """The layouts that are left to choose from; none where the number of buckets is
-    set, too.
-
-    A run may become bucketed only if later runs find that in its checkpoints' digest.
-    """
+def leaves_buckets(args: Namespace) -> bool:
+    """Whether flags leave the number of buckets to the plugin."""
     if args.muon_dp_layout == "bucketed" or not args.overlap_grad_reduce:
-        return ()
-    are_given = args.ddp_num_buckets is not None or args.ddp_bucket_size is not None
-    if are_given or getattr(args, "overlap_param_gather_with_optimizer_step", False):
-        return ()  # with the latter Megatron makes one bucket of each buffer
-    return ("contiguous", "bucketed") if may_be_bucketed else ("contiguous",)
-
-
-def take_bucketed(args: Namespace) -> None:
-    """Give a run, and its checkpoints, Megatron's own buckets in Megatron's order."""
-    args.muon_dp_layout = "bucketed"
-    note(args.muon_dp_layout)
-    core = importlib.import_module("megatron_muon.mcore.wiring.install")
-    config = core.settings()
-    if config is not None and config.align_shards:
-        core.install(dataclasses.replace(config, align_shards=False))
-
-
-def note(layout: str) -> None:
-    """Have this run's checkpoints name its layout where it is not the default."""
-    digest.beside.pop("layout", None)
-    if layout == "bucketed":
-        digest.beside["layout"] = layout
-
-
-def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint's digest names; that of earlier versions where it
-    names none.
-    """
-    try:
-        content = digest.read(folder) or {}
-    except (digest.DigestError, OSError):  # the load says so
-        content = {}
-    return "bucketed" if content.get("layout") == "bucketed" else "contiguous"
+        return False
+    if args.ddp_num_buckets is not None or args.ddp_bucket_size is not None:
+        return False
+    # with this Megatron makes one bucket of each buffer
+    return not getattr(args, "overlap_param_gather_with_optimizer_step", False)

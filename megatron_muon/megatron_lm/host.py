@@ -9,19 +9,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_muon.mcore.host.loop import Host
-from megatron_muon.megatron_lm import bucketing
 from megatron_muon.megatron_lm.flags.namespace import parsed
 
 if TYPE_CHECKING:
-    from megatron_muon.planning.buckets.layout import Layout
+    from megatron_muon.planning.buckets.count import Buckets
 
 
 class MegatronLM(Host):
     """Steps are its iterations; scalars go where it writes."""
 
-    def __init__(self, layouts: tuple[str, ...] = ()) -> None:
-        """``layouts`` are those of grad buffers that its flags leave to the plugin."""
-        self._layouts = layouts
+    def __init__(self, *, leaves_buckets: bool = False) -> None:
+        self._leaves_buckets = leaves_buckets
 
     def step(self) -> int | None:
         """The iteration under way, as Megatron's log numbers it; None outside its
@@ -45,17 +43,12 @@ class MegatronLM(Host):
         if wandb is not None:
             wandb.log(dict(scalars), step)
 
-    def layouts(self) -> tuple[str, ...]:
-        """Empty once the bucketed layout, Megatron's own, is chosen."""
-        return self._layouts
+    def leaves_buckets(self) -> bool:
+        """Whether its flags leave the number of buckets to the plugin."""
+        return self._leaves_buckets
 
-    def take_layout(self, layout: Layout) -> None:
-        """Print the reason, and make the layout that of the run and its checkpoints."""
-        if layout.reason:
+    def take_buckets(self, chosen: Buckets) -> None:
+        """Print the reason."""
+        if chosen.reason:
             start = importlib.import_module("megatron_muon.mcore.wiring.start")
-            start.say_at_start([layout.reason])
-        if layout.name == "bucketed":
-            bucketing.take_bucketed(parsed())
-            self._layouts = ()
-        else:
-            self._layouts = (layout.name,)
+            start.say_at_start([chosen.reason])

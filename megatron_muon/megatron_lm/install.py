@@ -126,7 +126,6 @@ def _validate_args(
     loop.check_traces(args)
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
-    is_free = written(args, "muon_dp_layout") is None
     lines: list[str] = []
     if not is_muon:
         lines = _without_muon(args)
@@ -142,7 +141,7 @@ def _validate_args(
     if is_muon:
         check_arguments(args)
         if not again:
-            lines += _set_layouts(args, is_free=is_free)
+            set_host(MegatronLM(leaves_buckets=bucketing.leaves_buckets(args)))
     _tell(lines)
     return result
 
@@ -158,27 +157,6 @@ def _on_the_cpu(args: Any) -> list[str]:
     options = importlib.import_module("megatron_muon.cpu.options")
     options.refuse(args)
     lines: list[str] = options.replace(args)
-    return lines
-
-
-def _set_layouts(args: Any, *, is_free: bool) -> list[str]:
-    """Keep a checkpoint's layout, or name those to choose from; lines to print."""
-    from megatron_muon.mcore.wiring.install import settings
-
-    may_be_bucketed, lines = False, []
-    if args.overlap_grad_reduce:  # without it all layouts are alike
-        bucketing.note(args.muon_dp_layout)
-        # local checkpoints say no layout
-        is_free = is_free and args.non_persistent_ckpt_type in (None, "global")
-        folder = checkpointing.newest(args, args.load) if is_free else None
-        if folder is None:
-            config = settings() or muon_config(args)
-            may_be_bucketed = is_free and config.checkpoint_digest
-        elif bucketing.saved_layout(folder) == "bucketed":
-            bucketing.take_bucketed(args)
-            lines = [f"--muon-dp-layout bucketed, as {folder} has it"]
-    layouts = bucketing.open_layouts(args, may_be_bucketed=may_be_bucketed)
-    set_host(MegatronLM(layouts))
     return lines
 
 

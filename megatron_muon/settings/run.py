@@ -140,9 +140,7 @@ class RunSettings:
         "cut few parameters. bucketed: Megatron's own. Without the overlap a buffer is "
         "one bucket.",
         _LAYOUT,
-        without="The default is contiguous (in Python False). On GPUs, or with "
-        "--muon-link-gbytes, a run that starts without a checkpoint takes the layout "
-        "with the shorter predicted step; runs from a checkpoint keep its own.",
+        without="The default is contiguous (in Python False).",
     )
     early_param_gather: EarlyParamGather | None = row(
         None,

@@ -32,7 +32,7 @@ from support.models.gpt import (
     trained,
     truth,
 )
-from support.models.open_layouts import layouts_open
+from support.models.open_buckets import buckets_open
 from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
@@ -159,7 +159,7 @@ def test_parameters_gathered_within_the_step_change_no_bit(
 def test_a_number_of_buckets_that_the_model_decides_changes_no_bit(
     case: Case, topology: Topology
 ) -> None:
-    result = trained(case, topology, layouts_open)
+    result = trained(case, topology, buckets_open)
     assert differences(truth(case), result) == []
 
 

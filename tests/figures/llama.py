@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
+    REFERENCE_DP_SIZE,
     Buffer,
     LocalParameter,
     choose,
     in_buckets,
     stock_bucket_size,
 )
-from megatron_muon.planning.buckets.layout import REFERENCE_DP_SIZE
 from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix

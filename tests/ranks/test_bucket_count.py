@@ -16,26 +16,24 @@ from hypothesis import strategies as st
 
 from figures.llama import whole_buffer
 from megatron_muon.mcore.wiring.buffers import bucket_layout
-from megatron_muon.megatron_lm.bucketing import open_layouts
+from megatron_muon.megatron_lm.bucketing import leaves_buckets
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
+    REFERENCE_DP_SIZE,
     SLACK,
+    Buckets,
     Buffer,
     LocalParameter,
     choose,
+    choose_buckets,
     cost,
     in_buckets,
-)
-from megatron_muon.planning.buckets.layout import (
-    REFERENCE_DP_SIZE,
-    Layout,
-    choose_layout,
 )
 from megatron_muon.planning.buckets.order import Holders, sent_bytes
 from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, distributed_optimizers, start
-from support.models.open_layouts import STOCK, layouts_open
+from support.models.open_buckets import STOCK, buckets_open
 from support.ranks import error_of, run
 
 LOCAL = Case(layers=4, muon=(("homes", "local"),))
@@ -120,8 +118,6 @@ def test_no_number_costs_much_less_and_the_overlap_stays(
 
 # --- from the parameters of a model --------------------------------------------------
 
-NUMERICS = Numerics(MuonConfig())
-
 
 def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchange() -> (
     None
@@ -139,7 +135,7 @@ def test_the_number_does_not_depend_on_the_ranks() -> None:
     """AdamW's dp_reshardable loads at another DP size, but not into other buckets."""
     numbers = set()
     for dp_size in (2, 8, 512):
-        chosen = choose_layout([whole_buffer(dp_size)], NUMERICS, may_be_bucketed=False)
+        chosen = choose_buckets([whole_buffer(dp_size)])
         assert f"{chosen.number} buckets in place of" in chosen.reason
         numbers.add(chosen.number)
     assert len(numbers) == 1
@@ -147,8 +143,8 @@ def test_the_number_does_not_depend_on_the_ranks() -> None:
 
 def test_a_small_model_keeps_megatrons_buckets_and_says_so() -> None:
     small = replace(whole_buffer(8), weights=(_weight(50_000_000),))
-    chosen = choose_layout([small], NUMERICS, may_be_bucketed=True)
-    assert (chosen.name, chosen.number) == ("contiguous", None)
+    chosen = choose_buckets([small])
+    assert chosen.number is None
     assert "fewer that keep the overlap" in chosen.reason
 
 
@@ -172,17 +168,15 @@ FREE = {
     ids=str,
 )
 def test_what_is_given_wins(given: dict[str, Any]) -> None:
-    for may_be_bucketed in (False, True):
-        left = open_layouts(Namespace(**FREE | given), may_be_bucketed=may_be_bucketed)
-        assert left == ()
-    assert open_layouts(Namespace(**FREE)) == ("contiguous",)
+    assert not leaves_buckets(Namespace(**FREE | given))
+    assert leaves_buckets(Namespace(**FREE))
 
 
-def _cut(case: Case, topology: Topology) -> tuple[Layout, list[int], int, int | None]:
+def _cut(case: Case, topology: Topology) -> tuple[Buckets, list[int], int, int | None]:
     """What is chosen, the buckets of each buffer, and of the first chunk its elements
     and the size at which Megatron closes a bucket.
     """
-    with layouts_open() as loop:
+    with buckets_open() as loop:
         built = start(case, topology)
     first = built.chunks[0]
     elements = sum(p.numel() for p in first.parameters() if p.requires_grad)
@@ -214,19 +208,18 @@ def test_the_first_chunk_of_the_first_stage_is_cut_by_the_chosen_number(
     assert chosen.number is not None and bucket_size == elements // chosen.number
     assert max(buckets) > 1 and sum(buckets) < elements // STOCK
     for other in others:
-        later_stage = Layout("contiguous", None, ""), [1] * len(other[1])
+        later_stage = Buckets(), [1] * len(other[1])
         assert other == first or other[:2] == later_stage
 
 
-def _other_number(*args: Any, **options: Any) -> Layout:
-    number = 2 + dist.get_rank()
-    return Layout("contiguous", number, "")
+def _other_number(buffers: object) -> Buckets:
+    return Buckets(2 + dist.get_rank())
 
 
 def _error_of_another(topology: Topology) -> str:
     with (
-        layouts_open(),
-        mock.patch.object(bucket_layout, "choose_layout", _other_number),
+        buckets_open(),
+        mock.patch.object(bucket_layout, "choose_buckets", _other_number),
     ):
         return error_of(lambda: start(EIGHT, topology))
 
@@ -238,19 +231,3 @@ def test_ranks_of_the_stage_that_choose_another_number_are_named(
     for error in run(_error_of_another, 2, topology):
         assert error.startswith("PlanMismatchError: ranks of one pipeline stage"), error
         assert "bucket [" in error and "rank 1" in error
-
-
-def _taken(case: Case, topology: Topology) -> list[Layout]:
-    bucketed = Layout("bucketed", None, "why")
-    with (
-        layouts_open(("contiguous", "bucketed")) as loop,
-        mock.patch.object(bucket_layout, "choose_layout", lambda *_, **__: bucketed),
-    ):
-        start(case, topology)
-    return loop.taken
-
-
-def test_all_stages_take_the_layout_of_the_first() -> None:
-    (first,), (second,) = run(_taken, 2, EIGHT, T(pp=2, overlap=True))
-    assert (first.name, first.reason) == ("bucketed", "why")
-    assert (second.name, second.reason) == ("bucketed", "")

@@ -43,8 +43,7 @@ class Run:
     flags: Namespace  # Megatron's arguments, with the buckets that the run would choose
     config: MuonConfig  # Muon's settings
     ranks: Ranks  # how its ranks are divided
-    # the layouts of grad buffers that it leaves to the plugin, see ``Host.layouts``
-    layouts: tuple[str, ...] = ()
+    leaves_buckets: bool = False  # see ``Host.leaves_buckets``
     notes: tuple[str, ...] = ()  # lines to print about the buckets and other flags
 
     @property

@@ -117,8 +117,8 @@ def arguments_of(
     Muon and the distributed optimizer are turned on where they are not.
 
     Returns:
-        Its validated arguments; Muon's settings; what there is to say about the choice
-        of buckets, and about flags that are left out.
+        Its validated arguments; Muon's settings; what there is to say about flags that
+        are added or left out.
 
     Raises:
         ValueError, AssertionError, NotImplementedError: Megatron or the plugin refuses
@@ -140,7 +140,7 @@ def arguments_of(
         _forget()
         called_with = _called(script, printed)
         args = _initialized(called_with, printed)
-    notes += [line for line in lines if line.startswith((_REMOVED, "--muon-dp-layout"))]
+    notes += [line for line in lines if line.startswith(_REMOVED)]
     from megatron.training.training import setup_model_and_optimizer
 
     called_with["model_provider_func"] = called_with.get("model_provider")

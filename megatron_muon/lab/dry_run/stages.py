@@ -26,25 +26,23 @@ from megatron_muon.mcore.wiring.validate import (
     unsliced,
 )
 from megatron_muon.orthogonalize.numerics import Device
-from megatron_muon.planning.buckets.layout import Layout
+from megatron_muon.planning.buckets.count import Buckets
 from megatron_muon.planning.describe import Share
 
 
 class Chooser(Host):
-    """A training loop that leaves layouts of grad buffers to the plugin, and keeps what
-    it chooses.
-    """
+    """A training loop that keeps what the plugin chooses of grad buffers."""
 
-    layout: Layout | None = None
+    chosen: Buckets = Buckets()
 
-    def __init__(self, layouts: tuple[str, ...]) -> None:
-        self._layouts = layouts
+    def __init__(self, *, leaves_buckets: bool) -> None:
+        self._leaves_buckets = leaves_buckets
 
-    def layouts(self) -> tuple[str, ...]:
-        return self._layouts
+    def leaves_buckets(self) -> bool:
+        return self._leaves_buckets
 
-    def take_layout(self, layout: Layout) -> None:
-        self.layout = layout
+    def take_buckets(self, chosen: Buckets) -> None:
+        self.chosen = chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Stage:
     chunks: list[Any]  # Megatron's, in their DDP; their parameters have no memory
     sizes: Sizes  # numbers of ranks that hold slices of a weight
     routes: list[Route]  # of all parameters that train
-    layout: Layout | None  # of the grad buffers, where the run leaves it to the plugin
+    buckets: Buckets  # of the grad buffers, where the run leaves them to the plugin
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -69,8 +67,8 @@ class Stage:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines about the choice of its layout."""
-        return (self.layout.reason,) if self.layout and self.layout.reason else ()
+        """Lines about the choice of its buckets."""
+        return (self.buckets.reason,) if self.buckets.reason else ()
 
     @property
     def share(self) -> Share:
@@ -98,7 +96,7 @@ def built(run: Run) -> Stage:
             plugin refuses it, as in the run.
     """
     flags, config, ranks = run.flags, run.config, run.ranks
-    chooser = Chooser(run.layouts)
+    chooser = Chooser(leaves_buckets=run.leaves_buckets)
     with world.without_memory(), bucket_layout.as_in_run(config, chooser):
         if isinstance(flags, ScriptArguments):
             chunks = flags.chunks()
@@ -118,4 +116,4 @@ def built(run: Run) -> Stage:
     raise_all(unsliced(config, max(ranks.tp, ranks.expert_tp)))
     sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
     routes = routes_of(chunks, sizes, config)
-    return Stage(run, chunks, sizes, routes, chooser.layout)
+    return Stage(run, chunks, sizes, routes, chooser.chosen)

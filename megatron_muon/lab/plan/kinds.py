@@ -29,7 +29,7 @@ class PlannedKind:
     members: tuple[int, ...]
     share: Share  # elements of one such stage
     optimizers: list[list[Optimizer]]  # for each run, in the order of their steps
-    notes: tuple[str, ...]  # lines about the choice of its layout in the first run
+    notes: tuple[str, ...]  # lines about the choice of its buckets in the first run
     buckets: int | None  # the number that is chosen, if any
 
 
@@ -101,5 +101,6 @@ def _planned(number: int, of_runs: Sequence[Stage], device: Device) -> PlannedKi
     if not optimizers[0]:
         raise ValueError(f"pipeline stage {number} has no parameters")
     own = of_runs[0]
-    buckets = None if own.layout is None else own.layout.number
-    return PlannedKind([number], own.members, own.share, optimizers, own.notes, buckets)
+    return PlannedKind(
+        [number], own.members, own.share, optimizers, own.notes, own.buckets.number
+    )

@@ -25,7 +25,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.lab.progress import announce
 from megatron_muon.mcore.host.loop import host
-from megatron_muon.megatron_lm.bucketing import aligns_shards, open_layouts
+from megatron_muon.megatron_lm.bucketing import aligns_shards, leaves_buckets
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig
@@ -110,8 +110,7 @@ class CommandLine:
             args, config, notes = arguments_of(
                 self.script, arguments, world_size or ranks_of(sizes).world
             )
-        run = Run(args, config, ranks_of(args), host().layouts(), tuple(notes))
-        return _with_layout(run)
+        return Run(args, config, ranks_of(args), host().leaves_buckets(), tuple(notes))
 
     def _split(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
         """The flags that are the command's options, and those of the script."""
@@ -209,26 +208,9 @@ def said(error: BaseException) -> str:
 
 
 def _settled(flags: Namespace) -> Run:
-    """Check the flags of a GPT and choose the layout that a run would choose."""
+    """Check the flags of a GPT."""
     config = muon_settings(flags)
-    is_free = flags.muon_dp_layout is None and config.checkpoint_digest
-    layouts = open_layouts(flags, may_be_bucketed=is_free)
-    return _with_layout(Run(flags, config, ranks_of(flags), layouts))
-
-
-def _with_layout(run: Run) -> Run:
-    """The run with the one layout that it would choose."""
-    from megatron_muon.lab.dry_run.stages import built, in_stage
-
-    if "bucketed" not in run.layouts:
-        return run
-    with megatron_is_quiet(), in_stage(0, run):
-        stage = built(run)
-    if stage.layout is None or stage.layout.name == "contiguous":
-        return dataclasses.replace(run, layouts=("contiguous",))
-    run.flags.muon_dp_layout = "bucketed"
-    config = dataclasses.replace(run.config, align_shards=False)
-    return Run(run.flags, config, run.ranks, (), (*run.notes, *stage.notes))
+    return Run(flags, config, ranks_of(flags), leaves_buckets(flags))
 
 
 def _world_size(options: Namespace, sizes: Namespace) -> int | None:

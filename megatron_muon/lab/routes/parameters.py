@@ -91,7 +91,7 @@ class Routes:
     ranks: Ranks
     lines: tuple[str, ...]
     stages: tuple[RoutedStage, ...]
-    notes: tuple[str, ...]  # lines about the choice of the layout of grad buffers
+    notes: tuple[str, ...]  # lines about the choice of buckets
 
 
 def routes(run: Run) -> Routes:

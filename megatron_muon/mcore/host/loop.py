@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_muon.planning.buckets.layout import Layout
+    from megatron_muon.planning.buckets.count import Buckets
 
 
 class Host:
@@ -27,12 +27,12 @@ class Host:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a step's scalars by name, on the rank that writes."""
 
-    def layouts(self) -> tuple[str, ...]:
-        """The layouts of grad buffers that the plugin may choose from, if any."""
-        return ()
+    def leaves_buckets(self) -> bool:
+        """Whether the plugin chooses the number of buckets."""
+        return False
 
-    def take_layout(self, layout: Layout) -> None:
-        """Take the layout that is chosen."""
+    def take_buckets(self, chosen: Buckets) -> None:
+        """Take what is chosen."""
 
 
 NO_HOST = Host()

@@ -9,7 +9,6 @@ One JSON object:
 ``wrote``       versions of ``megatron_muon``, ``megatron_core`` and ``torch``; ``world_size``
 ``save``        the save that wrote it: ``id``, random, and ``by``, who saved it
 ``optimizer``   ``muon``
-``layout``      ``bucketed`` where Megatron-LM's run has that (``--muon-dp-layout``)
 ``settings``    the fields of MuonConfig
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``
@@ -48,8 +47,6 @@ MOST = 1 << 28  # bytes of a digest; a million parameters take about half of it
 Digest = dict[str, Any]
 Files = dict[str, dict[str, Any]]
 Save = dict[str, Any]
-
-beside: Digest = {}  # what this process writes into its digests beside all else
 
 # beside the digest itself
 _OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")
@@ -93,7 +90,7 @@ def finish(folder: Path, content: Digest) -> None:
     """Mark a folder as complete; ``content`` has all other keys. Raises OSError."""
     write_text(
         folder / FILE_NAME,
-        with_hash({"format": FORMAT, "complete": True, **beside, **content}),
+        with_hash({"format": FORMAT, "complete": True, **content}),
     )
 
 

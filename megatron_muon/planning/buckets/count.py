@@ -1,6 +1,10 @@
 """The number of buckets that costs least where Megatron overlaps their reduction with
 backward.
 
+Where it does not, and on later pipeline stages, a buffer is one bucket, so shards are
+contiguous. With the overlap, Megatron's buckets have about 40 M elements, whose shards
+cut nearly every parameter of a large model. The fewest that keep the overlap are taken.
+
 A step may have to wait for two things. One is the last bucket: no backward pass hides
 the reduction of its gradients, and the next forward pass needs its parameters first.
 The other is Muon's exchange: each of a bucket's ``dp_size - 1`` shard edges cuts a
@@ -11,7 +15,7 @@ same links, so bytes are compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from megatron_muon.planning.buckets.order import (
@@ -27,6 +31,10 @@ from megatron_muon.planning.layout import Parameter
 _BUCKET = 128
 # The fewest buckets are taken that cost at most this multiple of the least.
 SLACK = 1.05
+# The number of buckets must not depend on the number of ranks. A run may start from an
+# AdamW checkpoint in dp_reshardable, which loads at another DP size, but not into other
+# buckets. A small size is taken since the exchange costs most with few ranks.
+REFERENCE_DP_SIZE = 8
 # bytes of an element in a reduction, an all-gather, the exchange
 _GRAD, _PARAM, _PIECE = (4, 2, 2)
 
@@ -81,9 +89,47 @@ class Choice:
     stock: BucketCost
 
 
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """What the first pipeline stage chooses for its grad buffers."""
+
+    # number of buckets of the first model chunk; None: as many as Megatron makes
+    number: int | None = None
+    reason: str = ""  # a line to print
+
+
 def stock_bucket_size(dp_size: int) -> int:
     """Elements at which Megatron closes a bucket if no flag says otherwise."""
     return max(40_000_000, 1_000_000 * dp_size)
+
+
+def choose_buckets(buffers: Sequence[Buffer]) -> Buckets:
+    """The buckets of a stage whose reduction of gradients overlaps.
+
+    Args:
+        buffers: those of the first model chunk.
+    """
+    chosen = choose(at_reference(buffers))
+    if chosen is None:
+        return Buckets(
+            reason="--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M "
+            "elements: fewer that keep the overlap would not send less on the first "
+            "pipeline stage"
+        )
+    return Buckets(
+        chosen.number,
+        f"--muon-dp-layout contiguous: about {chosen.cost.buckets} buckets in place of "
+        f"{chosen.stock.buckets} on the first pipeline stage, the fewest that keep the "
+        "overlap. --ddp-num-buckets sets another number",
+    )
+
+
+def at_reference(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same buffers, each with ``REFERENCE_DP_SIZE`` shards."""
+    return [
+        replace(buffer, holders=replace(buffer.holders, dp_size=REFERENCE_DP_SIZE))
+        for buffer in buffers
+    ]
 
 
 def choose(buffers: Sequence[Buffer]) -> Choice | None:

@@ -63,11 +63,10 @@ def record_training(
     rank: int,
     config: MuonConfig,
     training: OptimizerSettings,
-    layouts: tuple[str, ...] = (),
+    *,
+    leaves_buckets: bool = False,
 ) -> RecordedTraining:
     """A rank's training steps of the model; counts are of the last one.
-
-    ``layouts`` are those of grad buffers that the run leaves to the plugin.
 
     Muon is installed before the chunks are built, since it can lay out their buckets,
     and only for that time. The counted step begins where ``optimizer.step()`` does;
@@ -79,7 +78,7 @@ def record_training(
         _megatron(gpu),
         installed(config),
     ):
-        set_host(Chooser(layouts))
+        set_host(Chooser(leaves_buckets=leaves_buckets))
         try:
             chunks, optimizer = _built(flags, ranks, config, training)
         finally:

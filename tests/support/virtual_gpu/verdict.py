@@ -67,7 +67,12 @@ def verdict_of(run: Run) -> Verdict:
             for rank in kind.chosen:
                 try:
                     trained = record_training(
-                        run.flags, run.ranks, rank, run.config, training, run.layouts
+                        run.flags,
+                        run.ranks,
+                        rank,
+                        run.config,
+                        training,
+                        leaves_buckets=run.leaves_buckets,
                     )
                 except NotImplementedError:
                     raise  # the virtual GPU's own limits are no fault of the run

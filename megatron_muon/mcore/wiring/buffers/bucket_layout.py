@@ -4,8 +4,8 @@ parameters lie in a bucket.
 Both are chosen where DistributedDataParallel is built, from the parameters of its
 model, be it a GPT, a hybrid or a fork's: there their names are known, and no buffer is
 made yet. A number of buckets is chosen where the training loop leaves it to the plugin
-(``Host.layouts``). It concerns the first model chunk of the first pipeline stage alone:
-Megatron cuts no other into buckets. The ranks of that stage choose without
+(``Host.leaves_buckets``). It concerns the first model chunk of the first pipeline stage
+alone: Megatron cuts no other into buckets. The ranks of that stage choose without
 communication. If two choose differently, the comparison of their plans names the first
 parameter that lies elsewhere, before the first step.
 
@@ -26,7 +26,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.host.loop import Host, host, set_host
@@ -37,19 +36,18 @@ from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.orthogonalize.matmul import KernelError, numerics_on
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
+    Buckets,
     Buffer,
     LocalParameter,
+    choose_buckets,
     stock_bucket_size,
 )
-from megatron_muon.planning.buckets.layout import Layout, choose_layout
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
-from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Function, Patches
 from megatron_muon.settings.config import MuonConfig, named
 
 SINCE = (0, 18)
-_STOCK = Layout("contiguous", None, "")  # with as many buckets as Megatron makes
 # each DistributedDataParallel that was built with ``align_shards``
 _ordered: WeakSet[Any] = WeakSet()
 
@@ -140,15 +138,15 @@ def build(
     **kwargs: Any,
 ) -> None:
     """Call DistributedDataParallel's own ``__init__`` with the layout of this run."""
-    layouts = host().layouts()
     call = inspect.signature(original).bind(ddp, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     model = _chunk(given["module"], given.get("pg_collection"), config)
-    chosen = _STOCK
-    if layouts and _may_be_cut(given):
-        chosen = _choose(model, given, may_be_bucketed="bucketed" in layouts)
-        host().take_layout(chosen)
+    chosen = Buckets()
+    if host().leaves_buckets() and _may_be_cut(given):
+        if model is not None and group_of("pp", given.get("pg_collection")).rank() == 0:
+            chosen = choose_buckets(model.buffers())
+        host().take_buckets(chosen)
     if model is not None:
         _lay_out(given, model, chosen)
     original(*call.args, **call.kwargs)
@@ -176,28 +174,7 @@ def _may_be_cut(given: Mapping[str, Any]) -> bool:
     return given["ddp_config"].overlap_grad_reduce and not given["disable_bucketing"]
 
 
-def _choose(
-    model: _Chunk | None, given: Mapping[str, Any], *, may_be_bucketed: bool
-) -> Layout:
-    """The layout that the first stage chooses; other stages have no number."""
-    group = group_of("pp", given.get("pg_collection"))
-    chosen = _STOCK
-    if model is not None and group.rank() == 0:
-        chosen = choose_layout(
-            model.buffers(), model.numerics, may_be_bucketed=may_be_bucketed
-        )
-    # in a dry run nobody else is there
-    if may_be_bucketed and group.size() > 1 and dist.get_backend(group) != "fake":
-        mine = [chosen.name == "bucketed"]
-        by_stage = collectives.all_gather_numbers(
-            mine, group, device_of([given["module"]])
-        )
-        if by_stage[0][0]:
-            return dataclasses.replace(chosen, name="bucketed", number=None)
-    return chosen
-
-
-def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout) -> None:
+def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Buckets) -> None:
     """Put the layout into the arguments of DistributedDataParallel's ``__init__``."""
     ddp_config = given["ddp_config"]
     whole = given.get("full_param_layout")
@@ -206,7 +183,7 @@ def _lay_out(given: dict[str, Any], model: _Chunk, chosen: Layout) -> None:
         ddp_config.bucket_size = elements // chosen.number
         if whole is not None:
             whole = _megatrons(given, model)
-    is_ordered = model.numerics.config.align_shards and chosen.name != "bucketed"
+    is_ordered = model.numerics.config.align_shards
     if is_ordered and ddp_config.use_distributed_optimizer:
         whole = whole or _megatrons(given, model)
         layouts = {key: _in_order(one, model) for key, one in whole.layouts.items()}
