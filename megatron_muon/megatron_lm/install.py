@@ -371,7 +371,6 @@ _WRAPPERS: dict[str, Function] = {
     "load_checkpoint": checkpointing.load_checkpoint,
     "get_megatron_optimizer_config": _get_megatron_optimizer_config,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
-    "train": loop.train,
     "train_step": loop.train_step,
 }
 # Replaced in the one module only: in megatron.core, ``mcore.wiring.install`` wraps it.

@@ -267,11 +267,6 @@ def not_shared_lines(
     return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
 
 
-def late_gather_line(why: str) -> str:
-    """Early gathers are wanted and off, with what forbids them."""
-    return f"{PREFIX} {named('early_param_gather')} is off with {why}"
-
-
 # --- the exchange ---------------------------------------------------------------------
 
 
@@ -340,26 +335,6 @@ def block_steps_text(plan: ExchangePlan, config: MuonConfig) -> str:
         f"Every {config.full_period} steps one is full; the others orthogonalize each "
         f"TP slice by itself: {len(plan.matrices)} matrices, "
         f"{_amount(sum(sent) / len(sent))}B a rank, {_amount(sum(plan.ns_flops()))}flop"
-    )
-
-
-def early_gathers_text(
-    gathers: Sequence[int | None], rounds: int, *, in_any_loop: bool
-) -> str:
-    """A sentence about the parameters that are gathered within the step
-    (``early_param_gather``).
-
-    Args:
-        gathers: the round after which each bucket's starts, see ``schedule.starts``.
-        rounds: the number of rounds in a step.
-        in_any_loop: False: in Megatron-LM's own training loop only.
-    """
-    started = [after for after in gathers if after is not None]
-    within = sum(after < rounds - 1 for after in started)
-    where = "" if in_any_loop else ", in Megatron-LM's own training loop"
-    return (
-        f"Parameters of {within} of {len(gathers)} bucket(s) are gathered within the "
-        f"step, of {len(started) - within} from its end on{where}"
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.rounds.rank_plan import RankPlan
-from megatron_muon.planning.schedule import ADAMW
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sums import SliceSums
@@ -59,8 +58,6 @@ class Engine:
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last results travel
             (its ``start`` or ``begin``); None where there is no next one.
-        applied: called with the number of each round but the last, or ``ADAMW``, once
-            parameters are updated up to it.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's shards.
@@ -100,7 +97,6 @@ class Engine:
             names += [plan.matrices[index].whole_name for index in round.homes]
         self.nonfinite = Nonfinite(names, exchange.device)
         self.start_next: Callable[[], None] | None = None
-        self.applied: Callable[[int], None] = lambda round: None
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._states: States | None = None  # of the step under way
@@ -217,8 +213,6 @@ class Engine:
                 staged = self._worked(number, shards)
             self._finish_behind(number - 1, shards)
             round.start_scatter(staged)
-            if number:
-                self.applied(number - 1)
             if not round.travels:
                 self._finish(number, shards)
         if self.start_next is not None:
@@ -252,7 +246,6 @@ class Engine:
     def _adamw(self, step_adamw: Callable[[], None]) -> None:
         with self._phase("muon/adamw"):
             step_adamw()
-        self.applied(ADAMW)
 
     def _worked(self, number: int, shards: Shards) -> Staged:
         """Work on a round at home; the next one's slices are on their way by then."""

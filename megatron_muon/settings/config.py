@@ -110,9 +110,8 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         ns_coefficients: Polynomials of the Newton-Schulz iteration: a published set
             (simple, quintic, polar_express, cans, aol, deepseekv4, cubic5) or numbers.
             Default: 'simple'.
-        preset: Defaults of three settings. safe: ns_dtype bf16, ns_iteration standard,
-            early_param_gather off, as in published runs. fast: on a GPU fp16 and auto,
-            and gathers auto. Default: 'safe'.
+        preset: Defaults of two settings. safe: ns_dtype bf16 and ns_iteration standard,
+            as in published runs. fast: on a GPU fp16 and auto. Default: 'safe'.
         ns_iteration: How the polynomials are computed. standard: on the matrix. gram:
             on the short side's Gram matrix, with less work where a matrix is not square
             and some more rounding. auto: by shape. Default: None.
@@ -174,10 +173,6 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             True: the fewest buckets that keep the overlap, unless --ddp-num-buckets or
             --ddp-bucket-size is given; from core 0.18 on also an order in which shards
             cut few parameters. False: Megatron's own. Default: False.
-        early_param_gather: With --overlap-param-gather, start the all-gather of a
-            bucket of parameters within the step, as soon as they are updated; at most
-            one after the last round, and with CUDA_DEVICE_MAX_CONNECTIONS=1 after each.
-            Default: None.
         checkpoint_digest: False: neither write nor check the digest of a checkpoint:
             size and checksum of its files, and its parameters. Default: True.
         nonfinite_limit: End the run once so many lines of the log in a row

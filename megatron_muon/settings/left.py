@@ -6,10 +6,16 @@ A row stays for one minor version, so those of 0.2.0 go with 0.4.
 from __future__ import annotations
 
 # Flags on Megatron-LM's command line, and those of the commands that take them.
-FLAGS: dict[str, str] = {}
+FLAGS: dict[str, str] = {
+    "--muon-early-param-gather": "leave it out; --overlap-param-gather hides the "
+    "all-gather of parameters in the forward pass",
+}
 
 # Settings of ``MuonConfig``.
-FIELDS: dict[str, str] = {}
+FIELDS: dict[str, str] = {
+    "early_param_gather": "leave it out; Megatron's overlap_param_gather hides the "
+    "all-gather of parameters in the forward pass",
+}
 
 # Public names of ``megatron_muon``.
 NAMES: dict[str, str] = {}

@@ -11,7 +11,6 @@ from megatron_muon.settings import kinds
 from megatron_muon.settings.rows import UPSTREAM, row
 
 HomePolicy = Literal["auto", "balanced", "local"]
-EarlyParamGather = Literal["auto", "on", "off"]
 SplitMatrices = int | Literal["auto", "off"]
 
 _MOST_STRIPS = 64  # beyond, squares are all of the work
@@ -141,18 +140,6 @@ class RunSettings:
         "one bucket.",
         _LAYOUT,
         without="The default is contiguous (in Python False).",
-    )
-    early_param_gather: EarlyParamGather | None = row(
-        None,
-        "--muon-early-param-gather",
-        "With --overlap-param-gather, start the all-gather of a bucket of parameters "
-        "within the step, as soon as they are updated; at most one after the last "
-        "round, and with CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the "
-        "same. auto: in Megatron-LM's own training loop, unless an option forbids it; "
-        "a line at start names it. on: in any loop, in another one until the step "
-        "ends; an error where it cannot be. off: the forward pass starts them.",
-        kinds.choice(get_args(EarlyParamGather)).or_none(),
-        without="The default is off; auto with --muon-preset fast.",
     )
     checkpoint_digest: bool = row(
         True,

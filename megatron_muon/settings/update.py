@@ -233,10 +233,9 @@ class UpdateSettings:
     preset: Preset = row(
         "safe",
         "--muon-preset",
-        "Defaults of three flags. safe: --muon-ns-dtype bf16, --muon-ns-iteration "
-        "standard, --muon-early-param-gather off, as in published runs. fast: on a GPU "
-        "fp16 and auto, and gathers auto. Each flag can be given alone. "
-        "docs/performance.md has both prices.",
+        "Defaults of two flags. safe: --muon-ns-dtype bf16 and --muon-ns-iteration "
+        "standard, as in published runs. fast: on a GPU fp16 and auto. Each flag can "
+        "be given alone. docs/performance.md has both prices.",
         kinds.choice(get_args(Preset)),
     )
     ns_iteration: NsIteration | None = row(

@@ -133,23 +133,6 @@ def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> No
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        pytest.param(BF16, Topology(dp=3, overlap=True, bucket_size=30_000), id="dp3"),
-        pytest.param(
-            replace(BF16, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"
-        ),
-    ],
-)
-def test_parameters_gathered_within_the_step_change_no_bit(
-    case: Case, topology: Topology
-) -> None:
-    early = replace(case, muon=(("round_bytes", 1), ("early_param_gather", "on")))
-    rounds = replace(case, muon=early.muon[:1])
-    assert differences(truth(rounds), trained(early, topology)) == []
-
-
-@pytest.mark.parametrize(
-    ("case", "topology"),
-    [
         pytest.param(replace(BF16, layers=8), LARGE, id="tp2-pp2-dp2"),
         pytest.param(
             replace(MOE, layers=4), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"

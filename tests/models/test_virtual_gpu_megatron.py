@@ -4,14 +4,11 @@ there.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 from support.installed import VERSION
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.runs import Run, record_megatron
@@ -19,7 +16,6 @@ from support.virtual_gpu.stage import check_stage
 
 # several rounds: a fc1 has 44 kB
 CONFIG = MuonConfig(preset="fast", round_bytes=30_000)
-LATE = replace(CONFIG, early_param_gather="off")
 RUNS = {
     "dense, overlap": Run(tp=2, dp=2),
     "dense": Run(tp=2, dp=2, overlap=False),
@@ -45,31 +41,6 @@ def test_nothing_races_in_two_steps(name: str) -> None:
     """
     for recording in recorded(RUNS[name]).values():
         assert recording.races == []
-
-
-@pytest.mark.parametrize("name", ["dense, overlap", "experts, overlap"])
-def test_nothing_races_whether_gathers_start_within_the_step_or_not(name: str) -> None:
-    early = recorded(RUNS[name])
-    late = recorded(RUNS[name], LATE)
-    assert check_stage(late) == []
-    for rank, recording in early.items():
-        assert recording.races == [] and late[rank].races == []
-        assert _gathers(recording) > _gathers(late[rank])  # of the last step alone
-
-
-def test_what_travels_must_not_be_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tp=2, dp=2, buckets=2, layers=3)
-    assert record_megatron(run, 0, CONFIG, steps=2).races == []
-    monkeypatch.setattr(
-        EarlyGathers, "without_copied", lambda self, dist_opt: nullcontext()
-    )
-    assert {race.kind for race in record_megatron(run, 0, CONFIG, steps=2).races} == {
-        "unordered"
-    }
-
-
-def _gathers(recording: Recording) -> int:
-    return sum("all_gather" in collective.name for collective in recording.collectives)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -110,7 +81,7 @@ def test_all_optimizers_are_stepped() -> None:
     have it.
     """
     recording = recorded(RUNS["experts, overlap"])[0]
-    dense = recorded(RUNS["dense, overlap"], LATE)[0]
+    dense = recorded(RUNS["dense, overlap"])[0]
     assert recording.launches_by_phase["muon/newton_schulz"] > 0
     assert {c.group.ranks for c in dense.collectives} == {(0, 1, 2, 3)}
     assert {c.name for c in dense.collectives} <= {

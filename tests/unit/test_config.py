@@ -535,7 +535,10 @@ def test_the_docstring_has_the_sentence_of_each_field_as_help_says_it() -> None:
         ("full_period", "Steps from one full orthogonalization to the next, by Adam's"),
         ("nesterov", "False: orthogonalize the momentum M."),
         ("round_bytes", "Cap on a rank's buffers for one round of the exchange, in by"),
-        ("preset", "Defaults of three settings. safe: ns_dtype bf16, ns_iteration st"),
+        (
+            "preset",
+            "Defaults of two settings. safe: ns_dtype bf16 and ns_iteration stan",
+        ),
         ("wd_mults", "The same as lr_mults for the weight decay."),
         (
             "matched_adamw_rms",

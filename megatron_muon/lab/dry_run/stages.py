@@ -18,7 +18,6 @@ from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import matched_patterns, share_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
-from megatron_muon.mcore.wiring.buffers.early_setting import settled
 from megatron_muon.mcore.wiring.validate import (
     REFUSED,
     raise_all,
@@ -112,7 +111,6 @@ def built(run: Run) -> Stage:
     for name in (*REFUSED, "overlap_param_gather_with_optimizer_step"):
         setattr(of_optimizer, name, getattr(flags, name, False))
     refuse_unsupported(of_optimizer, chunks)
-    settled(config, of_optimizer, chunks)
     raise_all(unsliced(config, max(ranks.tp, ranks.expert_tp)))
     sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
     routes = routes_of(chunks, sizes, config)

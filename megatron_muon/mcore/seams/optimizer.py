@@ -69,7 +69,7 @@ ROWS: tuple[Row, ...] = (
         use_distributed_optimizer=_OFF,
         num_distributed_optimizer_instances="number of parts of a stage's ranks",
         fp8_param_gather="refused if on with another recipe than delayed scaling",
-        overlap_param_gather="early_param_gather (--muon-early-param-gather) is for it",
+        overlap_param_gather="whether a forward pass gathers parameters",
     ),
     # --- communication
     _BUFFERS.subclassed(
@@ -160,10 +160,8 @@ ROWS: tuple[Row, ...] = (
         "prepare_grads", "called before each step; True if it is skipped"
     ),
     _CHAIN.overridden("step_with_ready_grads", "steps its parts one after another"),
-    _DIST.overridden(
-        "step_with_ready_grads", "steps, copies parameters, starts gathers"
-    ),
-    _DIST.overridden("_copy_main_params_to_model_params", "pair by pair into buckets"),
+    _DIST.overridden("step_with_ready_grads", "steps, copies parameters"),
+    _DIST.called("_copy_main_params_to_model_params", "writes clipped weights"),
     _DIST.overridden("_copy_model_params_to_main_params", "after a load of the model"),
     _DIST.called("get_grad_stats_parallel_group", "the ranks that step together"),
     _DIST.called(
@@ -334,13 +332,9 @@ ROWS: tuple[Row, ...] = (
         grad_data="all of the bucket's elements, padding too",
         offset="where the bucket begins in its buffer",
         numel_unpadded="elements of the bucket without padding",
-        param_data="all of the bucket's parameters, flat, as they are gathered",
     ),
     *_GROUP.has(
         buckets="what it reduces and gathers together",
-        param_gather_handle="None, or the all-gather that is under way",
-        param_gather_dispatched="whether a forward pass still has to start one",
-        next_param_gather_bucket_group="the one that a forward pass starts after it",
         intra_distributed_optimizer_instance_group=(
             "who reduces and gathers its buckets"
         ),

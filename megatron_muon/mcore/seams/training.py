@@ -55,11 +55,6 @@ ROWS = (
         since=16,
         until=17,
     ),
-    # Between a step and the next forward pass it reads no parameters without a forced
-    # gather.
-    _LOOP.wrapped(
-        "train(optimizer)", "the training loop; gathers start within its steps"
-    ),
     _LOOP.wrapped(
         "train_step(optimizer)", "a step of training; traced, and the first warned of"
     ),

@@ -20,7 +20,6 @@ from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.seams.rows import check_built
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
-from megatron_muon.mcore.wiring.buffers.early_setting import gathers_one_by_one, settled
 from megatron_muon.mcore.wiring.buffers.placement import (
     Located,
     muon_parameters,
@@ -165,9 +164,6 @@ def _checked(
         config, plan_device(device, config), is_deterministic=is_deterministic
     )
     config = layout_free(config, is_deterministic=is_deterministic)
-    config, late = settled(config, parts[0].config, model_chunks)
-    if late is not None:
-        changes.append(describe.late_gather_line(late))
     numerics = numerics_on(device, config)
     try_products(device, numerics)
     if config.align_shards:
@@ -179,8 +175,6 @@ def _checked(
         from megatron_muon.rules.own import tried
 
         lines.append(tried(numerics, device))
-    if config.early_param_gather != "off":
-        lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
     return numerics, changes, lines
 
 
@@ -272,8 +266,6 @@ def _with_muons(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[
                 if param in shards
             }
             part.muon = _muon_of(part, plan, numerics, main_params, Meter(), stage)
-            if numerics.config.early_param_gather != "off":
-                _gather_early(part, params, stage, is_followed=any(every[at + 1 :]))
         if numerics.config.full_period > 1 and trained:
             from megatron_muon.mcore.wiring.buffers.block_steps import add_block_steps
 
@@ -330,33 +322,6 @@ def _muon_of(
     return DistributedMuon(
         numerics, plan, own, exchange, main_params, meter, phase, elementwise
     )
-
-
-def _gather_early(
-    dist_opt: Any,
-    params: Mapping[int, torch.nn.Parameter],
-    stage: Stage,
-    *,
-    is_followed: bool,
-) -> None:
-    """Have parameters gathered within the step; ``is_followed``: another optimizer's
-    rounds follow.
-    """
-    from megatron_muon.mcore.wiring.buffers.early_gathers import early_gathers
-
-    muon = dist_opt.muon
-    round_of = muon.plan.round_of()
-    early = early_gathers(
-        dist_opt,
-        {param: round_of[index] for index, param in params.items()},
-        last=len(muon.plan.rounds) - 1,
-        one_by_one=gathers_one_by_one(stage.device),
-        is_followed=is_followed,
-        is_on=muon.config.early_param_gather == "on",
-    )
-    dist_opt.early_gathers = early
-    if early is not None:
-        muon.applied = early.applied
 
 
 def _put_inside(dist_opt: Any) -> None:

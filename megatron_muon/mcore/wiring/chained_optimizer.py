@@ -97,9 +97,6 @@ class MuonChainedOptimizer(CheckpointChain):
             self.half_stepped = True  # stays so after an error
             is_successful = bool(super().step_with_ready_grads())
             self.half_stepped = False
-        for part in self.chained_optimizers:
-            if part.early_gathers is not None:
-                part.early_gathers.end_step()
         if self.nonfinite is not None:
             self.nonfinite.after_step()
         return is_successful

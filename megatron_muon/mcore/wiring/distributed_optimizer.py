@@ -11,7 +11,6 @@ it picked stays in use.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,6 @@ from megatron_muon.runtime.collectives import naming
 from megatron_muon.runtime.states import States
 
 if TYPE_CHECKING:
-    from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
     from megatron_muon.mcore.wiring.radii import RunRadii
 
 
@@ -36,7 +34,6 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     the rest.
     """
 
-    early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
     radii: RunRadii | None = None  # with the rule hyperball only
     # this rank cannot step, as the norm or a loss scaler's vote says to all
     refuses = False
@@ -44,22 +41,14 @@ class MuonDistributedOptimizer(MuonCheckpoint):
     is_staged = True
 
     def step_with_ready_grads(self) -> bool:
-        """Megatron's step; gathers of parameters may start within it."""
+        """Megatron's step."""
         self.is_staged = self.is_stub_optimizer
-        early = self.early_gathers
-        with nullcontext() if early is None else early.step():
-            return bool(super().step_with_ready_grads())
+        return bool(super().step_with_ready_grads())
 
     def _copy_main_params_to_param_buffer(self) -> None:
         """Megatron's copy of mxfp8 parameters into the memory of gradients."""
         super()._copy_main_params_to_param_buffer()
         self.is_staged = True
-
-    def _copy_main_params_to_model_params(self) -> None:
-        """Megatron's copy, except of parameters whose gather is under way."""
-        early = self.early_gathers
-        with nullcontext() if early is None else early.without_copied(self):
-            super()._copy_main_params_to_model_params()
 
     def state_dict(self) -> Any:
         """Muon's state dict, with the radii of the rule hyperball."""
@@ -70,9 +59,7 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         return state
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load Muon's state; the next forward pass gathers all parameters anew."""
-        if self.early_gathers is not None:
-            self.early_gathers.forget()
+        """Load Muon's state, with the radii of the rule hyperball."""
         if self.radii is not None:  # before anything is loaded
             saved = state_dict.get(RECORD, {}).get("radii")
             self.radii.require_usable(saved)
@@ -81,11 +68,7 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             self.radii.load(saved)
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's copy after a load of the model; all parameters are gathered anew
-        after it, too.
-        """
-        if self.early_gathers is not None:
-            self.early_gathers.forget()
+        """Megatron's copy after a load of the model, and Muon's of its own copies."""
         super()._copy_model_params_to_main_params(*args, **kwargs)
         if isinstance(self.states, OfWeights):
             for _, shard in owned_shards(self):

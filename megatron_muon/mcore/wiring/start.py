@@ -128,15 +128,6 @@ def _sentences(dist_opts: Sequence[Any]) -> list[str]:
                 earlier=[before.muon.plan for before in dist_opts[:at]],
             )
         )
-        early = part.early_gathers
-        if early is not None:
-            sentences.append(
-                describe.early_gathers_text(
-                    [gather.after for gather in early.gathers],
-                    len(muon.plan.rounds),
-                    in_any_loop=early.is_on,
-                )
-            )
         for block in muon.variants[1:]:
             sentences.append(describe.block_steps_text(block.plan, muon.config))
     return sentences

@@ -26,7 +26,7 @@ def printed(
     """Of two ranks: JSON, what was printed, and where the files are."""
     folder = tmp_path_factory.mktemp("bench")
     files = f"--json {folder / 'steps.json'} --traces {folder}"
-    more = "--exchange none naive --gathers late early --parts"
+    more = "--exchange none naive --parts"
     done = command(f"bench step --tp 1 --dp 2 {SMALL} --rounds 2 {more} {files}")
     assert done.returncode == 0, done.stderr
     return (

@@ -18,8 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.trace.events import read_trace
-from megatron_muon.mcore.wiring.step_traces import OPTIMIZER
 from support import PYTHON311, ROOT, written
 from support.megatron_lm.scripts import (
     CHECKOUT,
@@ -50,12 +48,21 @@ TP2_PP2 = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--sequence-parallel"
 )
+# Megatron's schedule asks for gathers, too (--align-param-gather)
+INTERLEAVED = (
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+)
 
 
 @pytest.mark.parametrize(
     ("processes", "layout"),
-    [(2, "--tensor-model-parallel-size 2"), (8, f"{TP2_PP2} {OVERLAP}"), (2, EXPERTS)],
-    ids=["tp2", "tp2-pp2-dp2", "ep2"],
+    [
+        (2, "--tensor-model-parallel-size 2"),
+        (8, f"{TP2_PP2} {OVERLAP}"),
+        (4, f"{INTERLEAVED} {OVERLAP}"),
+        (2, EXPERTS),
+    ],
+    ids=["tp2", "tp2-pp2-dp2", "pp2-vpp2-dp2", "ep2"],
 )
 def test_muon_trains(processes: int, layout: str) -> None:
     text = pretrain(processes, MUON, "--bf16", layout, PYTHONIOENCODING="ascii")
@@ -90,47 +97,6 @@ def test_a_name_of_megatrons_is_the_plugins_muon_with_its_defaults(
     assert argument(text, "optimizer") == "muon"
     same = pretrain(1, f"--bf16 {name} --use-distributed-optimizer")
     assert len(steps(text)) >= 6 and steps(text) == steps(same)
-
-
-def gathers_in_a_step(traces: Path) -> int:
-    """How many gathers of parameters rank 0 starts while the optimizer steps."""
-    events = [
-        e for e in read_trace(traces / "rank0.json.gz").events if e.get("ph") == "X"
-    ]
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == OPTIMIZER]
-    assert steps
-    gathers = [e["ts"] for e in events if e["name"] == "params/gather"]
-    return sum(start <= at <= end for at in gathers for start, end in steps)
-
-
-INTERLEAVED = (
-    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-)
-
-
-@pytest.mark.parametrize(
-    ("processes", "layout"),
-    [(2, "--ddp-num-buckets 2 --muon-round-mib 1"), (4, INTERLEAVED)],
-    ids=["dp2", "pp2-vpp2-dp2"],
-)
-def test_muon_trains_with_parameters_gathered_within_the_step(
-    processes: int, layout: str, tmp_path: Path
-) -> None:
-    """With interleaved stages Megatron's schedule asks for gathers, too
-    (--align-param-gather).
-    """
-    flags = MUON, "--bf16", OVERLAP, layout, "--muon-trace-steps 3 --muon-trace-dir"
-    early = pretrain(processes, *flags, str(tmp_path / "early"), "--muon-preset fast")
-    late = pretrain(processes, *flags, str(tmp_path / "late"))
-    assert (
-        gathers_in_a_step(tmp_path / "early")
-        > gathers_in_a_step(tmp_path / "late")
-        == 0
-    )
-    said = "are gathered within the step"
-    assert said in early and said not in late and losses(early) == losses(late)
-    assert argument(early, "muon_early_param_gather") == "None"
-    assert argument(early, "align_param_gather") == str(processes == 4)
 
 
 def first_gradients(folder: Path, processes: int, *options: str) -> dict[str, Tensor]:

@@ -79,10 +79,6 @@ CASES = {
         _with(CASE, ("align_shards", True)),
         Topology(dp=3, overlap=True),
     ),
-    "in a loop that gathers early": (
-        _with(CASE, ("early_param_gather", "on"), ("round_bytes", 1)),
-        Topology(dp=2, overlap=True),
-    ),
     "columns that are units": (COLUMNS, Topology(tp=2, dp=3)),
     "heads": (_with(CASE, ("splits", ((QKV, "heads"),))), Topology(tp=2)),
     "experts": (MOE, Topology(dp=2, ep=2)),
@@ -118,7 +114,6 @@ def test_given_radii_are_those_of_one_process() -> None:
 def _equals_one_process(case: Case, topology: Topology) -> None:
     alone = dict(case.muon)
     alone.pop("split_matrices", None)
-    alone.pop("early_param_gather", None)
     expected = trained(replace(case, muon=tuple(alone.items())), Topology())
     found = trained(case, topology)
     for kind in ("main", "exp_avg"):

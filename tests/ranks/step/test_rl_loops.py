@@ -32,13 +32,11 @@ DENSE = Case(muon=(ROUNDS,))
 EXPERTS = Case(muon=(ROUNDS,), moe=True)
 IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
 ADAMW = replace(DENSE, optimizer="adam")
-SETTINGS = [(), (("early_param_gather", "on"),), (("early_param_gather", "off"),)]
 RUNS = [
     pytest.param(DENSE, IN_BUCKETS, id="dp3"),
     pytest.param(EXPERTS, Topology(dp=4, ep=2, overlap=True), id="experts"),
     pytest.param(DENSE, Topology(tp=2, dp=2), id="without overlap"),
 ]
-with_settings = pytest.mark.parametrize("settings", SETTINGS, ids=["auto", "on", "off"])
 
 
 def _weights(built: Built) -> dict[str, torch.Tensor]:
@@ -102,19 +100,17 @@ def _exported(
     return found
 
 
-@with_settings
 @pytest.mark.parametrize("sync", [_by_force, _by_hooks, _by_waiting])
 @pytest.mark.parametrize(("case", "topology"), RUNS[:2])
 def test_weights_exported_right_after_a_step_are_that_steps(
-    case: Case, topology: Topology, sync: Callable[[Built], None], settings: Any
+    case: Case, topology: Topology, sync: Callable[[Built], None]
 ) -> None:
-    case = replace(case, muon=case.muon + settings)
     ranks = run(_exported, topology.world_size, case, topology, sync)
     assert [found["unlike"] for rank in ranks for found in rank] == [
         []
     ] * case.steps * len(ranks)
     last = whole([rank[-1] for rank in ranks])
-    assert differences(truth(replace(case, muon=(ROUNDS,))), last) == []
+    assert differences(truth(case), last) == []
 
 
 def _read(case: Case, topology: Topology) -> tuple[bool, int]:
@@ -135,12 +131,10 @@ def _read(case: Case, topology: Topology) -> tuple[bool, int]:
     return all(bool(each.all()) for each in known), fresh
 
 
-@with_settings
-def test_a_plain_read_is_never_staler_than_under_adamw(settings: Any) -> None:
-    case = replace(DENSE, muon=DENSE.muon + settings)
+def test_a_plain_read_is_never_staler_than_under_adamw() -> None:
     adamw = run(_read, 3, ADAMW, IN_BUCKETS)
     for (whole_words, fresh), (_, least) in zip(
-        run(_read, 3, case, IN_BUCKETS), adamw, strict=True
+        run(_read, 3, DENSE, IN_BUCKETS), adamw, strict=True
     ):
         assert whole_words and fresh >= 0.99 * least
 
@@ -219,18 +213,13 @@ def _slept(
         return held(built)
 
 
-@with_settings
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "waits"])
 @pytest.mark.parametrize(("case", "topology"), RUNS)
 def test_memory_may_be_given_back_right_after_a_step(
-    case: Case, topology: Topology, waits: bool, settings: Any
+    case: Case, topology: Topology, waits: bool
 ) -> None:
-    if settings == SETTINGS[1] and not topology.overlap:
-        pytest.skip("there is no gather to start early")
-    expected = truth(case)
-    case = replace(case, muon=case.muon + settings)
     results = run(_slept, topology.world_size, case, topology, waits)
-    assert differences(expected, whole(results)) == []
+    assert differences(truth(case), whole(results)) == []
 
 
 @pytest.mark.parametrize(("case", "topology"), RUNS)

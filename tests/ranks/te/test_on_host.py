@@ -131,11 +131,7 @@ def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    # refused with states on the host
-    [pair for pair in PAIRS if "gathers early" not in pair[0]],
-)
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_every_rule_over_every_topology(name: str, rule: str) -> None:
     """The narrow optimizer's state on the host, on the device, and the wide one's."""
     plain, topology = CASES[name]
@@ -310,15 +306,6 @@ def test_state_that_leaves_between_steps_changes_no_bit(
     logged = watched(replace(case, muon=ONE_BY_ONE), tmp_path / "lines")
     assert differences(plain, trained(logged, both)) == []
     assert '"weight_rms":null' not in (tmp_path / "lines").read_text()
-
-
-@of_dev
-def test_parameters_gathered_within_the_step_change_no_bit_with_state_on_the_host() -> (
-    None
-):
-    case = replace(IN_FP32, muon=(("early_param_gather", "on"), *ONE_BY_ONE))
-    topology = Topology(tp=2, dp=2, overlap=True, sequence_parallel=True)
-    assert differences(trained(_stays(case), topology), trained(case, topology)) == []
 
 
 @of_dev

@@ -196,11 +196,11 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
 
 
-def test_neither_early_gathers_nor_logging_change_a_bit(tmp_path: Path) -> None:
-    case = replace(BF16, muon=(("round_bytes", 1), ("early_param_gather", "on")))
+def test_logging_changes_no_bit(tmp_path: Path) -> None:
+    case = replace(BF16, muon=(("round_bytes", 1),))
     topology = Topology(tp=2, dp=2, overlap=True, **SP)
-    early = trained(watched(case, tmp_path / "lines"), topology)
-    assert differences(truth(replace(case, muon=case.muon[:1])), early) == []
+    logged = trained(watched(case, tmp_path / "lines"), topology)
+    assert differences(truth(case), logged) == []
 
 
 @pytest.mark.parametrize(

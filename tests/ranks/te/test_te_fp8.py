@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -28,7 +27,6 @@ from support.models.gpt import (
     Topology,
     build,
     check,
-    error_of_building,
     error_of_optimizer,
     held,
     prepare_step,
@@ -135,57 +133,11 @@ def _waited() -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
-def test_no_gather_starts_within_a_step_from_the_memory_of_its_gradients() -> None:
-    (said,) = run(
-        error_of_building, 1, MX, Topology(overlap=True), {"early_param_gather": "on"}
-    )
-    assert (
-        "with reuse_grad_buf_for_mxfp8_param_ag (--reuse-grad-buf-for-mxfp8-param-ag)"
-        in said
-    )
-
-
-@pytest.mark.skipif(VERSION < (0, 19), reason="mxfp8 parameters need core 0.19")
 def test_parameters_can_be_waited_for_where_they_travel_through_gradients() -> None:
     ranks = run(_waited, 2)
     for when in range(2):
         found = whole([rank[when] for rank in ranks])
         assert differences(truth(replace(MX, steps=1)), found) == []
-
-
-def test_a_gather_within_the_step_waits_for_what_is_scaled() -> None:
-    early = replace(FP8, muon=(("round_bytes", 1), ("early_param_gather", "on")))
-    topology = Topology(2, 2, 2, overlap=True, **SP)
-    assert (
-        differences(
-            truth(replace(early, muon=early.muon[:1])), trained(early, topology)
-        )
-        == []
-    )
-
-
-def _ready(case: Case, topology: Topology) -> tuple[int, int]:
-    """fp8 weights that a step gathers, and how many of them it makes ready for use."""
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.fp8_utils import is_float8tensor
-
-    built = start(case, topology)
-    ready: list[Any] = []
-    with mock.patch.object(buffers, "post_all_gather_processing", ready.extend):
-        take_step(built, 0)
-    done = set(map(id, ready))
-    gathers = built.optimizer.chained_optimizers[0].early_gathers.gathers
-    groups = [gather.group for gather in gathers if gather.after is not None]
-    params = {
-        id(p) for g in groups for b in g.buckets for p in b.params if is_float8tensor(p)
-    }
-    return len(params), len(params & done)
-
-
-def test_outside_of_megatron_lms_loop_a_step_ends_with_weights_ready_for_use() -> None:
-    case = replace(FP8, muon=(("early_param_gather", "on"),))
-    for gathered, ready in run(_ready, 2, case, Topology(dp=2, overlap=True)):
-        assert 0 < gathered == ready
 
 
 def _kinds(case: Case) -> dict[str, int]:

@@ -234,7 +234,6 @@ MEANINGS |= {
         "rank_tflops",
         "link_gbytes",
         "node_ranks",
-        "early_param_gather",
         "nonfinite_limit",
     )
 }

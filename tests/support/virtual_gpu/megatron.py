@@ -125,9 +125,6 @@ def _built(
         optimizer = megatron_optimizer.get_megatron_optimizer(
             _optimizer_config(flags, training), chunks, use_gloo_process_groups=False
         )
-    for part in getattr(optimizer, "chained_optimizers", []):
-        if getattr(part, "early_gathers", None) is not None:
-            part.early_gathers.is_on = True  # as in Megatron-LM's training loop
     return chunks, optimizer
 
 

@@ -37,7 +37,7 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
     from megatron_muon.lab.dry_run.model import ranks_of
 
     own = Namespace(**vars(flags))
-    own.overlap_grad_reduce, own.overlap_param_gather = row.buckets, row.overlap
+    own.overlap_grad_reduce = row.buckets
     if row.buckets and own.ddp_bucket_size is None and own.ddp_num_buckets is None:
         own.ddp_bucket_size = bucket_elements(own)
     model_parallel_cuda_manual_seed(1)

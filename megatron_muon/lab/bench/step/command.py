@@ -75,7 +75,7 @@ def _task(flags: Namespace) -> Task:
         if (value := getattr(flags, f"muon_{name}")) is not None
     }
     config = MuonConfig(round_bytes=round(mib * (1 << 20)) if mib else None, **speeds)
-    chosen = rows(config, names, flags.exchange, flags.gathers)
+    chosen = rows(config, names, flags.exchange)
     if not chosen:
         raise ValueError(f"no row is left to measure: {left_out}")
     buckets = flags.ddp_bucket_size or flags.ddp_num_buckets

@@ -75,8 +75,10 @@ _LIKE_LLAMA = {
 _REFUSED = {
     "fp16": "every row is in bf16, the one precision that all of them have",
     "overlap_grad_reduce": "muon-bucketed has its buckets, others one",
-    "overlap_param_gather": "--gathers adds rows with it",
-    "overlap_param_gather_with_optimizer_step": "--gathers adds rows that gather early",
+    "overlap_param_gather": "a step ends with its all-gather of parameters",
+    "overlap_param_gather_with_optimizer_step": (
+        "a step ends with its all-gather of parameters"
+    ),
 }
 
 
@@ -138,12 +140,6 @@ def command_parser(program: str) -> argparse.ArgumentParser:
         "parameter (naive)"
     )
     add("--exchange", nargs="+", choices=["none", "naive"], default=[], help=text)
-    text = (
-        "add rows of muon-bucketed with --overlap-param-gather: gathers start "
-        "in the forward "
-    )
-    text += "pass (late), or in the step (early); a step ends when all are there"
-    add("--gathers", nargs="+", choices=["late", "early"], default=[], help=text)
     text = "cap on a rank's buffers for one round of the exchange, in MiB"
     add("--muon-round-mib", type=positive, metavar="MIB", help=text)
     text = "speeds for the choice of homes, as bench speeds prints them"

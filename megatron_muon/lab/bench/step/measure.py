@@ -27,7 +27,6 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_muon import meter, step_traces
 from megatron_muon.lab.bench.step.build import Built, build
 from megatron_muon.lab.bench.step.meter import (
-    PARAM_GATHER,
     Counted,
     StepTimers,
     Times,
@@ -134,10 +133,6 @@ class _Contender:
         # Megatron has no timers of them
         for name in ("prepare_grads", "get_grad_norm"):
             watch.time(built.optimizer, name, name.replace("_", "-"))
-        self._awaited = list(_in_forward_order(built.chunks)) if row.overlap else []
-        for group in self._awaited:
-            for name in ("start_param_sync", "finish_param_sync"):
-                watch.time(group, name, PARAM_GATHER)
 
     def park(self) -> None:
         """Free the storage that the row only needs for its steps."""
@@ -230,15 +225,11 @@ class _Contender:
             torch.cuda.synchronize()
 
     def _step(self) -> None:
-        for group in self._awaited:
-            group.param_gather_dispatched = False  # as the backward pass says
         successful, _, _ = self._optimizer.step()
         if not successful:
             raise RuntimeError(
                 "Megatron skipped a step: gradients or their norm are not finite"
             )
-        for group in self._awaited:
-            group.finish_param_sync()  # as a forward pass does
 
     def _reduce_gradients(self) -> None:
         with self._watch.part("grad-reduce"):
@@ -293,19 +284,6 @@ class _Contender:
             # a copy, since a storage that numpy has seen can no longer be resized
             value = zlib.crc32(flat.to("cpu", copy=True).numpy(), value)
         return value
-
-
-def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
-    """Bucket groups of a model; Megatron fills them from the last layer on.
-
-    Experts' stand between dense ones, by their share of all.
-    """
-    for chunk in chunks:
-        kinds = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
-        places: list[tuple[float, Any]] = []
-        for kind in kinds:
-            places += [(at / len(kind), group) for at, group in enumerate(kind[::-1])]
-        yield from (group for _, group in sorted(places, key=lambda place: place[0]))
 
 
 def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:

@@ -3,9 +3,7 @@ the model.
 
 All have the same weights, gradients, weight decay, Nesterov setting and number of
 Newton-Schulz steps. A step ends with the updated parameters on every rank: it includes
-Megatron's all-gather, as a run without ``--overlap-param-gather`` does. With the
-overlap it ends when a forward pass that computes nothing has waited for each bucket in
-turn.
+Megatron's all-gather, as a run without ``--overlap-param-gather`` does.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Literal
 from megatron_muon.settings.config import MuonConfig
 
 Kind = Literal["adamw", "muon", "upstream"]
-Gathers = Literal["late", "early"]
 
 # Megatron's own Muon, by its mode of TP.
 UPSTREAM = ("upstream-blockwise", "upstream-duplicated", "upstream-distributed")
@@ -41,23 +38,18 @@ class Row:
     config: MuonConfig
     # Megatron's stock ones (--overlap-grad-reduce); else one a buffer
     buckets: bool = False
-    # whether the step only starts gathers (--overlap-param-gather)
-    overlap: bool = False
 
 
 def rows(
     config: MuonConfig,
     names: Sequence[str],
     exchanges: Sequence[str] = (),
-    gathers: Sequence[Gathers] = (),
 ) -> list[Row]:
     """The rows to measure: the standard iteration's, then those on ``auto``, in
     ``fast``'s dtype.
 
     ``exchanges`` are further rows of muon-contiguous: ``none`` puts all matrices into
-    one round, ``naive`` gives every parameter a round of its own. ``gathers`` are
-    further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
-    gathers in the forward pass, ``early`` within the step (``early_param_gather``).
+    one round, ``naive`` gives every parameter a round of its own.
     """
     from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
@@ -80,14 +72,6 @@ def rows(
         round_bytes = {"none": 1 << 62, "naive": 1}[exchange]
         other = dataclasses.replace(aligned, round_bytes=round_bytes)
         variants.append(Row(f"muon-contiguous-{exchange}", "muon", other))
-    for gather in dict.fromkeys(gathers):
-        config = dataclasses.replace(
-            equal, early_param_gather="on" if gather == "early" else "off"
-        )
-        name = f"{bucketed.name}-{gather}"
-        variants.append(
-            dataclasses.replace(bucketed, name=name, config=config, overlap=True)
-        )
     asked = [row for row in made if row.name in names]
     standard = [row for row in asked if row.config.ns_iteration == "standard"]
     return [*standard, *variants, *asked[len(standard) :]]

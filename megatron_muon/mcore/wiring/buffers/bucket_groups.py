@@ -29,14 +29,7 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     Without overlap, or in an all-gather by force, the methods that start one wait for
     it too.
-
-    Attributes:
-        is_early: its all-gather of parameters was started by the step
-            (``early_gathers``), and no forward pass has waited for it yet.
     """
-
-    is_early = False
-    param_gather_handle: Any  # Megatron's
 
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost."""
@@ -48,46 +41,15 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         with self._naming(*_REDUCTION):
             super().finish_grad_sync(*args, **kwargs)
 
-    def start_param_sync(self, force_sync: bool = False, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost.
-
-        Nothing is started where a schedule asks for what the step has started, which
-        Megatron would refuse (``param_sync_func``). By force all is gathered anew:
-        parameters may have changed since the step sent them, and Megatron would only
-        wait for what is under way.
-        """
-        under_way = self.param_gather_handle if self.is_early else None
-        if under_way is not None and not force_sync:
-            return
-        self.is_early = False
+    def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost."""
         with self._naming(*_ALL_GATHER):
-            if under_way is not None:
-                under_way.wait()
-                self.param_gather_handle = None
-            super().start_param_sync(force_sync, **kwargs)
+            super().start_param_sync(*args, **kwargs)
 
-    def wait_for_params(self) -> None:
-        """Wait for the parameters under way, if any; raises PhaseError where a peer is
-        lost.
-
-        As a forward pass does, which also has fp8 parameters ready for use, on every
-        core.
-        """
-        self.is_early = False
-        if self.param_gather_handle is not None:
-            self.finish_param_sync(skip_next_bucket_dispatch=True)
-
-    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Megatron's; raises PhaseError where a peer is lost.
-
-        The next all-gather is not started where the step has, which Megatron would warn
-        of.
-        """
-        self.is_early = False
-        following = self.next_param_gather_bucket_group
-        is_started = following is not None and following.is_early
+    def finish_param_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost."""
         with self._naming(*_ALL_GATHER):
-            super().finish_param_sync(skip_next_bucket_dispatch or is_started)
+            super().finish_param_sync(*args, **kwargs)
 
     @contextmanager
     def _naming(self, name: str, what: str) -> Iterator[None]:
