@@ -328,7 +328,7 @@ def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
     flags = {dest: written(args, dest) or None for dest in _AGREED}
     flags |= {dest: bool(written(args, dest)) for dest in ("load", "save")}
     core_version, _ = megatron_version()
-    lines = agreed.of_run(config or MuonConfig(), args.optimizer, core_version)
+    lines = agreed.run_lines(config or MuonConfig(), args.optimizer, core_version)
     for dest, value in flags.items():
         lines.append(f"--{dest.replace('_', '-')}: {value!r}")
     asks = bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"])

@@ -1,5 +1,8 @@
-"""The inputs of a plan, as lines that the ranks of a stage compare before they make the
-plan.
+"""What ranks compare before the first step, as lines.
+
+A line is a name and a value, ``setting momentum: 0.95``, so an error names the line
+that differs. All inputs of a stage's plans are among them, and the plans follow from
+these alone.
 """
 
 from __future__ import annotations
@@ -10,61 +13,34 @@ from dataclasses import fields
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Parameter
-from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
 
 
-def description(
-    parameters: Sequence[Parameter],
-    numerics: Numerics,
-    earlier: Sequence[ExchangePlan] = (),
-    later: int = 0,
-) -> list[str]:
-    """All inputs of a plan but the grid, one per line.
-
-    A line is a name and a value, ``setting momentum: 0.95``, so an error names the line
-    that differs. The kind of device has a line only where costs depend on it: with the
-    standard iteration and plain products, kinds may differ. Of ``earlier`` plans, whose
-    homes this plan's depend on, there is a fingerprint; of the work that comes
-    ``later``, its flops.
-    """
-    devices = (
-        [f"kind of device: {numerics.device}"] if numerics.costs_follow_device else []
-    )
-    homes = [
-        [f"{matrix.name} {matrix.home}" for matrix in plan.matrices] for plan in earlier
+def run_lines(config: MuonConfig, optimizer: str, core: str) -> list[str]:
+    """Versions and settings, of a run whose Megatron has this version and optimizer."""
+    settings = [
+        f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)
     ]
-    hashes = [fingerprint(each).hex()[:16] for each in homes]
-    before = [f"homes of optimizer {at}: {each}" for at, each in enumerate(hashes)]
-    after = [f"flops of later optimizers: {later}"] if later else []
-    return [
-        *settings(numerics.config),
-        *devices,
-        *before,
-        *after,
-        *map(_describe, parameters),
-    ]
-
-
-def settings(config: MuonConfig) -> list[str]:
-    """All settings, one per line."""
-    return [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
-
-
-def of_run(config: MuonConfig, optimizer: str, core: str) -> list[str]:
-    """What all ranks of a run must have, one per line; Megatron's optimizer, and its
-    version.
-    """
     return [
         f"version of megatron-muon: {__version__}",
         f"version of megatron-core: {core}",
         f"optimizer: {optimizer!r}",
-        *settings(config),
+        *settings,
     ]
 
 
-def _describe(parameter: Parameter) -> str:
+def device_lines(numerics: Numerics) -> list[str]:
+    """The kind of device, where costs depend on it: with the standard iteration and
+    plain products, kinds may differ.
+    """
+    if not numerics.costs_follow_device:
+        return []
+    return [f"kind of device: {numerics.device}"]
+
+
+def parameter_line(parameter: Parameter) -> str:
+    """A parameter of a stage: its shape, place and matrices."""
     matrices = ", ".join(
         f"{m.name} {m.units}x{m.rows}x{m.cols}" for m in parameter.matrices
     )

@@ -4,7 +4,6 @@ hang.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,27 +35,12 @@ class Coordinates:
     dp_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What ranks compare, what the ranks are of, and what to do where they differ."""
-
-    name: str
-    whose: str
-    way_out: str
-
-
 _NEEDED = (
-    "All ranks of a stage need the same model, the same trainable parameters and the "
-    f"same MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of "
-    "device, and on GPUs quack-kernels on all of them or on none, too."
-)
-PLAN = Subject("the exchange plan", "the run", _NEEDED)
-PLAN_OF_STAGE = Subject("the exchange plan", "one pipeline stage", _NEEDED)
-SETTINGS = Subject(
-    "its settings",
-    "the run",
     "All ranks need the same flags (MuonConfig, OptimizerConfig and "
-    "DistributedDataParallelConfig), and one version of each package.",
+    "DistributedDataParallelConfig) and one version of each package; unless "
+    f"{named('ns_iteration')} is 'standard', the same kind of device, and on GPUs "
+    "quack-kernels on all of them or on none, too. Those of a pipeline stage need the "
+    "same model and the same trainable parameters."
 )
 _LINE = 120  # characters of an error up to which two values share a line
 # what the first rank to come leaves in the store if it asks the plugin for anything
@@ -69,6 +53,24 @@ class PlanMismatchError(MuonError, RuntimeError):
     """
 
 
+def agree(lines: Sequence[str], group: Group | None, device: torch.device) -> None:
+    """Raise an error on every rank of the group if two ranks have different lines.
+
+    Args:
+        lines: of a name and a value, ``setting momentum: 0.95``.
+        group, device: None is the world; the device that it communicates from.
+
+    Raises:
+        PlanMismatchError: on every rank; names the first line that differs, with the
+            values and ranks of the world.
+    """
+    every = collectives.all_gather_numbers(_words(lines), group, device)
+    if any(words != every[0] for words in every):
+        texts = collectives.all_gather_json("\n".join(lines), group)
+        ranks = (collectives.world_rank(rank, group) for rank in range(len(texts)))
+        raise _difference(dict(zip(ranks, texts, strict=True)))
+
+
 # How many times this process has compared settings, by the world in which it did.
 _compared: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
@@ -76,16 +78,15 @@ _compared: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 def agree_on_settings(
     settings: Sequence[str], *, asks: bool, device: Callable[[], torch.device]
 ) -> None:
-    """Raise an error on every rank of the world if two ranks have different settings.
+    """``agree`` of all ranks of the world, without a wait in AdamW's runs.
 
-    AdamW's runs stay Megatron's: a rank that asks nothing of the plugin neither waits
-    nor communicates, unless one that asks came before it. The first rank to come leaves
-    in torch's store whether it asks. Where it did not, a rank that asks raises alone,
-    and ends the others with its process.
+    These stay Megatron's: a rank that asks nothing of the plugin neither waits nor
+    communicates, unless one that asks came before it. The first rank to come leaves in
+    torch's store whether it asks. Where it did not, a rank that asks raises alone, and
+    ends the others with its process.
 
     Raises:
-        PlanMismatchError: names the first setting that differs, with the values and
-            ranks.
+        PlanMismatchError: see ``agree``.
     """
     if (
         not dist.is_initialized()
@@ -103,12 +104,10 @@ def agree_on_settings(
     rank = dist.get_rank()
     first = _first_to_come(_ASKS if asks else f"{rank}\n{text}")
     if first == _ASKS:
-        agree_everywhere(settings, device(), SETTINGS)
+        agree(settings, None, device())
     elif asks:
         other, _, theirs = first.partition("\n")
-        raise PlanMismatchError(
-            _first_difference({int(other): theirs, rank: text}, SETTINGS)
-        )
+        raise _difference({int(other): theirs, rank: text})
 
 
 def _first_to_come(mine: str) -> str:
@@ -123,49 +122,6 @@ def _first_to_come(mine: str) -> str:
     if store is None:  # as over MPI
         return mine
     return str(store.compare_set(f"megatron_muon/settings/{number}", "", mine).decode())
-
-
-def agree_on_grid(
-    coordinates: Coordinates,
-    description: Sequence[str],
-    group: Group,
-    device: torch.device,
-    near: int,
-) -> RankGrid:
-    """The stage's ranks by their coordinates, once all of them describe the same plan.
-
-    Args:
-        coordinates, near: this rank's coordinates; ``RankGrid.neighbours``.
-        description: the plan's inputs, one per line (``agreed.description``).
-        group, device: the stage's group, and the device that it communicates from.
-
-    Raises:
-        PlanMismatchError: on every rank of the stage; names the first line that
-            differs.
-    """
-    mine = [*dataclasses.astuple(coordinates), *_words(description)]
-    every = collectives.all_gather_numbers(mine, group, device)
-    if any(numbers[-4:] != every[0][-4:] for numbers in every):
-        texts = collectives.all_gather_json("\n".join(description), group)
-        raise PlanMismatchError(
-            _first_difference(dict(enumerate(texts)), PLAN_OF_STAGE)
-        )
-    return grid_of([Coordinates(*numbers[:-4]) for numbers in every], near)
-
-
-def agree_everywhere(
-    description: Sequence[str], device: torch.device, subject: Subject = PLAN
-) -> None:
-    """Raise an error on every rank of the world if two ranks have different
-    descriptions.
-
-    Raises:
-        PlanMismatchError: on every rank; names the first line that differs.
-    """
-    every = collectives.all_gather_numbers(_words(description), None, device)
-    if any(words != every[0] for words in every):
-        texts = collectives.all_gather_json("\n".join(description), None)
-        raise PlanMismatchError(_first_difference(dict(enumerate(texts)), subject))
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -268,45 +224,35 @@ def grid_of(every: Sequence[Coordinates], near: int) -> RankGrid:
     )
 
 
-def _words(description: Sequence[str]) -> list[int]:
+def _words(lines: Sequence[str]) -> list[int]:
     """The fingerprint as four numbers."""
-    whole = fingerprint(description)
+    whole = fingerprint(lines)
     return [
         int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)
     ]
 
 
-def _first_difference(texts: Mapping[int, str], subject: Subject) -> str:
-    """The error's text about descriptions by rank that are not all alike, the same
-    everywhere.
-    """
+def _difference(texts: Mapping[int, str]) -> PlanMismatchError:
+    """The error about lines by rank that are not all alike, the same everywhere."""
     (first, reference), *others = texts.items()
     for rank, text in others:
         for theirs, ours in itertools.zip_longest(
             text.split("\n"), reference.split("\n")
         ):
             if theirs != ours:
-                return (
-                    f"ranks of {subject.whose} disagree about {subject.name}, first at "
-                    f"{_both((rank, theirs), (first, ours), subject.whose)}"
-                    f"\n{subject.way_out}"
-                )
-    raise AssertionError("fingerprints differ but descriptions do not")
+                both = _both((rank, theirs), (first, ours))
+                return PlanMismatchError(f"ranks disagree, first at {both}\n{_NEEDED}")
+    raise AssertionError("fingerprints differ but lines do not")
 
 
-def _both(
-    theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: str
-) -> str:
-    """``setting ns_steps: rank 1 of the run has 6 where rank 0 has 5``.
-
-    A line is None where a description has ended.
-    """
+def _both(theirs: tuple[int, str | None], ours: tuple[int, str | None]) -> str:
+    """``setting ns_steps: rank 1 has 6 where rank 0 has 5``; None: lines have ended."""
     name = (ours[1] or theirs[1] or "").split(": ", 1)[0]
     lines = (theirs[1], ours[1])
     values = [
         "nothing more" if x is None else x.removeprefix(f"{name}: ") for x in lines
     ]
-    one, other = f"{name}: rank {theirs[0]} of {whose} has", f"where rank {ours[0]} has"
+    one, other = f"{name}: rank {theirs[0]} has", f"where rank {ours[0]} has"
     text = f"{one} {values[0]} {other} {values[1]}"
     return (
         text if len(text) <= _LINE else f"{one}\n  {values[0]}\n{other}\n  {values[1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -55,9 +56,10 @@ from megatron_muon.rules.fused import (
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import (
-    agree_everywhere,
-    agree_on_grid,
+    Coordinates,
+    agree,
     attempt,
+    grid_of,
     raise_together,
     together,
 )
@@ -95,7 +97,7 @@ def make_muons(
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
-    numerics, changes, description = together(
+    numerics, changes, compared = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
     config = numerics.config
@@ -103,7 +105,7 @@ def make_muons(
         part.muon = None
         part.states = None if part.is_stub_optimizer else states_of(part)
         turn_into(part, MuonDistributedOptimizer)
-    agree_everywhere(description, device)
+    agree(compared, None, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     routes = together(lambda: _routed(model_chunks, numerics, stage), None, device)
@@ -170,7 +172,7 @@ def _checked(
         from megatron_muon.mcore.wiring.buffers.bucket_layout import require_ordered
 
         require_ordered(model_chunks)
-    lines = agreed.description([], numerics)
+    lines = agreed.device_lines(numerics)
     if row_of(config.rule) is OWN:
         from megatron_muon.rules.own import tried
 
@@ -249,8 +251,9 @@ def _with_muons(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[
         experts = local_experts(part.model_chunks, ep_size)
         here = [parameter for _, parameter in mine]
         every.append(on_every_ep_rank(here, ep_size, experts))
-    agree = partial(_agreed_plans, trained, located, every, numerics, stage)
-    plans, error = attempt(agree)
+    plans, error = attempt(
+        partial(_agreed_plans, trained, located, every, numerics, stage)
+    )
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
     assert plans is not None
 
@@ -293,15 +296,17 @@ def _agreed_plans(
         [stage.pipeline_rank, neighbours_of(nodes)], None, stage.device
     )
     near = min(count for at, count in found if at == stage.pipeline_rank)
+    here = itertools.chain.from_iterable(located)
+    lines = [agreed.parameter_line(parameter) for _, parameter in here]
+    agree(lines, stage.group, stage.device)
     work = [flops_of(parameters, numerics) for parameters in every]
     plans: list[ExchangePlan] = []
     for at, part in enumerate(parts):
-        later = sum(work[at + 1 :])
-        here = [parameter for _, parameter in located[at]]
-        description = agreed.description(here, numerics, plans, later)
-        coordinates = stage.coordinates(part)
-        grid = agree_on_grid(coordinates, description, stage.group, stage.device, near)
-        plans.append(make_plan(every[at], grid, numerics, plans, later))
+        coordinates = collectives.all_gather_numbers(
+            astuple(stage.coordinates(part)), stage.group, stage.device
+        )
+        grid = grid_of([Coordinates(*numbers) for numbers in coordinates], near)
+        plans.append(make_plan(every[at], grid, numerics, plans, sum(work[at + 1 :])))
     return plans
 
 

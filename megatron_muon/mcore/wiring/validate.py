@@ -400,7 +400,7 @@ def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> No
     """
     optimizer_config, model_chunks = arguments["config"], arguments["model_chunks"]
     chunk = model_chunks[0]
-    lines = agreed.of_run(config, optimizer_config.optimizer, megatron_version()[0])
+    lines = agreed.run_lines(config, optimizer_config.optimizer, megatron_version()[0])
     lines += _fields("OptimizerConfig", optimizer_config)
     if hasattr(chunk, "ddp_config"):
         lines += _fields("DistributedDataParallelConfig", chunk.ddp_config)

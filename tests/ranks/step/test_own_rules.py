@@ -113,7 +113,7 @@ def _with_another_rule() -> str:
 def test_a_rule_of_another_source_on_a_rank_is_named_on_every_rank() -> None:
     for found in run(_with_another_rule, 2):
         assert "PlanMismatchError" in found
-        assert "source of rule of_this_rank: rank 1 of the run has" in found
+        assert "source of rule of_this_rank: rank 1 has" in found
 
 
 def _loads_another_rules(folder: str) -> tuple[str, bool]:

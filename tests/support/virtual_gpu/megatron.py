@@ -153,15 +153,15 @@ def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
     ranks must say different things is the answer made here.
     """
 
-    def grid(coordinates: Any, *args: Any) -> Any:
-        return world.grid(ranks, config.node_ranks, experts=coordinates.ep_size > 1)
+    def grid(every: Any, near: int) -> Any:
+        return world.grid(ranks, config.node_ranks, experts=every[0].ep_size > 1)
 
     def instance(color: Sequence[int], like: Any, device: Any) -> Any:
         return parallel_state.create_group(_ranks_of_instance(ranks, like, color[-1]))
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (build, "agree_on_grid", grid),
+            (build, "grid_of", grid),
             (build, "start_lines", lambda *args, **options: []),
             (collectives, "split_world", instance),
             # of the world

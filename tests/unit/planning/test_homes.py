@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from figures.llama import llama_plan
 from megatron_muon.orthogonalize.iteration import makes_rows, ns_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.agreed import description
+from megatron_muon.planning.agreed import device_lines
 from megatron_muon.planning.describe import node_lines
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.homes import (
@@ -153,7 +153,7 @@ def test_a_plan_describes_the_device_where_it_depends_on_it() -> None:
     for iteration, kinds in (("standard", 2), ("gram", 4), ("auto", 4), (None, 3)):
         config = MuonConfig(preset="fast", ns_iteration=iteration)  # type: ignore[arg-type]
         every = [Numerics(config, device) for device in get_args(Device)]
-        assert len({tuple(description([], one)) for one in every}) == kinds, iteration
+        assert len({tuple(device_lines(one)) for one in every}) == kinds, iteration
         flops = {
             ns_flops(4096, 14336, one) + ns_flops(1024, 1024, one) for one in every
         }
@@ -161,7 +161,7 @@ def test_a_plan_describes_the_device_where_it_depends_on_it() -> None:
     # which no library makes
     in_fp32 = MuonConfig(ns_iteration="standard", ns_dtype="fp32")
     every = [Numerics(in_fp32, device) for device in get_args(Device)]
-    assert len({tuple(description([], one)) for one in every}) == 1
+    assert len({tuple(device_lines(one)) for one in every}) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import price_step
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import (
     HOME_LIMIT,
@@ -214,18 +213,6 @@ def test_no_round_takes_more_than_it_may_where_an_expert_travels() -> None:
             # a parameter that takes more is alone on its rank
             one = 32 * 64 * plan.itemsize
             assert max(staged) <= max(most, one)
-
-
-def test_ranks_whose_dense_homes_differ_do_not_agree_about_the_experts_plan() -> None:
-    dense = _dense()
-    first = dense.matrices[0]
-    moved = replace(dense, matrices=(replace(first, home=(first.home + 1) % RANKS),))
-    lines = [
-        description([], Numerics(CONFIG, "cuda"), earlier)
-        for earlier in ([], [dense], [moved])
-    ]
-    assert len({tuple(one) for one in lines}) == 3
-    assert "homes of optimizer 0" in lines[1][-1]
 
 
 def test_plans_of_other_ranks_are_refused() -> None:

@@ -172,13 +172,14 @@ _PRINT_PLAN = """
 from figures.llama import llama_8b
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.agreed import description, fingerprint
+from megatron_muon.planning.agreed import fingerprint, parameter_line
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan
 parameters, _ = llama_8b(4)
 numerics = Numerics(MuonConfig())
 plan = make_plan(parameters, RankGrid((((0, 1, 2, 3),),)), numerics)
-print(fingerprint(description(parameters, numerics)).hex(), fingerprint([repr(plan)]).hex())
+lines = [*map(parameter_line, parameters)]
+print(fingerprint(lines).hex(), fingerprint([repr(plan)]).hex())
 """
 
 
