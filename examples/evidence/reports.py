@@ -15,7 +15,7 @@ from megatron_muon.lab.curves.lead import Curve, Lead, curve, leads
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
-COLORS = {"adam": "#d1495b", "muon": "#0b6e4f"}
+COLORS = {"adam": "#d55e00", "muon": "#0072b2"}
 LINES = {"adam": "--", "muon": "-"}
 # A line below the title of each panel.
 PANELS = {

@@ -10,7 +10,8 @@ import matplotlib
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
-COLOURS = {"Muon": "#0b6e4f", "AdamW": "#d1495b"}
+# blue and vermilion of Okabe and Ito, which differ to every kind of colour vision
+COLOURS = {"Muon": "#0072b2", "AdamW": "#d55e00"}
 LINES = {"Muon": "-", "AdamW": "--"}
 MARKERS = {"Muon": "o", "AdamW": "s"}
 

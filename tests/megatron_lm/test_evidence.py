@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -184,3 +185,110 @@ def test_the_page_has_the_losses_of_the_picture() -> None:
     assert f"a leading ratio (S − s)/s of {summary['leading_ratio']:.2f}" in words
     assert (QUICKSTART / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "(figures/loss.png)" in PAGE
+
+
+# --- numbers in the text beside a picture ----------------------------------------------
+
+PICTURES = [
+    (page, picture)
+    for page in (
+        EVIDENCE / "README.md",
+        QUICKSTART / "README.md",
+        *ROOT.glob("docs/*.md"),
+    )
+    for picture in re.findall(r"^!\[.*\]\((.*)\)$", page.read_text(), re.MULTILINE)
+]
+NUMBER = r"(?<![\w.])\d+\.\d+"
+
+
+@pytest.mark.parametrize(
+    ("page", "picture"), PICTURES, ids=lambda each: Path(each).name
+)
+def test_a_number_beside_a_picture_is_of_a_table_or_of_the_pictures_file(
+    page: Path, picture: str, script: Any
+) -> None:
+    """The tables are printed from the files, which other tests here hold."""
+    text = page.read_text()
+    tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    beside = text.split(f"({picture})\n")[1].split("\n#")[0].split("\n![")[0]
+    prose = [line for line in beside.splitlines() if not line.startswith("|")]
+    numbers = set(re.findall(NUMBER, "\n".join(prose)))
+    numbers -= set(re.findall(NUMBER, tables))
+    claims = CLAIMS.get(Path(picture).name)
+    assert numbers <= (claims(script) if claims else set())
+
+
+def test_the_page_says_what_the_picture_of_resumes_shows(script: Any) -> None:
+    report = recorded("resume.json", QUICKSTART)
+    words = " ".join(PAGE.split())
+    for sentence in script("resume").said(report["curves"], report["steps"]):
+        assert sentence in words
+
+
+def _of_resumes(script: Any) -> set[str]:
+    report = recorded("resume.json", QUICKSTART)
+    sentences = script("resume").said(report["curves"], report["steps"])
+    return set(re.findall(NUMBER, " ".join(sentences)))
+
+
+def _of_losses(script: Any) -> set[str]:
+    """The quickstart's ratio, both tuned and untuned, and its losses over seeds."""
+    summary = recorded("summary.json", QUICKSTART)
+    seeds = recorded("seeds.json", QUICKSTART)
+    (tuned,) = re.findall(r"^\| as tuned \|.*\| (\S+) \(.*\) \|$", REPORT, re.MULTILINE)
+    losses = [seeds[name]["val_losses"] for name in ("muon", "adam")]
+    spread = [f(each) for each in losses for f in (mean, min, max)]
+    reached = summary["adamw"]["steps"] / (1 + summary["leading_ratio"])
+    return {
+        tuned,
+        f"{summary['leading_ratio']:.2f}",
+        f"{reached:.1f}",
+        *(f"{each:.3f}" for each in spread),
+    }
+
+
+def _of_convergence(script: Any) -> set[str]:
+    found = recorded("convergence.json")
+    muon = {name: _mean_loss(question["muon"]) for name, question in found.items()}
+    fused = muon["QKV fused, gate and up fused"]
+    apart = [
+        muon["decay on all parameters"] - muon["as tuned"],
+        fused - muon["QKV split, gate and up split"],
+    ]
+    warmups = {
+        trial["--lr-warmup-iters"]: trial["loss"]
+        for trial in recorded("tuning.json")["adam"]["trials"]
+        if trial["--lr"] == 0.003
+        and (trial["--weight-decay"], trial["--adam-beta2"]) == (0.1, 0.95)
+    }
+    numbers = (*apart, warmups[10], warmups[100])
+    return {f"{number:.3f}" for number in numbers}
+
+
+def _of_finetuning(script: Any) -> set[str]:
+    pairs = recorded("finetuning.json")["pairs"]
+    loss = {name: _mean_loss(pair) for name, pair in pairs.items()}
+    python = {
+        name: mean(run["other"][-1][1] for run in pair["runs"])
+        for name, pair in pairs.items()
+    }
+    return {
+        f"{number:.2f}"
+        for number in (
+            loss["adam adam"] - loss["adam muon_0.5"],
+            loss["muon adam"] - loss["muon muon_0.5"],
+            python["adam muon_0.2"] - python["adam muon_0.5"],
+        )
+    }
+
+
+def _mean_loss(part: Any) -> float:
+    return mean(run["loss"] for run in part["runs"])
+
+
+CLAIMS = {
+    "resume.png": _of_resumes,
+    "loss.png": _of_losses,
+    "convergence.png": _of_convergence,
+    "finetuning.png": _of_finetuning,
+}
