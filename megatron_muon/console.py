@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def say(line: str) -> None:
@@ -37,3 +38,21 @@ def printable(text: str, kept: str = "") -> str:
         else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+# how argparse's message about words that it does not know begins
+UNKNOWN = "unrecognized arguments: "
+
+
+def with_nearest(message: str, flags: Collection[str]) -> str:
+    """An error of argparse's that begins with ``UNKNOWN``, with the nearest flags; else
+    the error as it is.
+    """
+    if not message.startswith(UNKNOWN):
+        return message
+    nearest: dict[str, None] = {}
+    for word in message.split():
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            nearest |= dict.fromkeys(difflib.get_close_matches(flag, flags, 2))
+    return f"{message}; the nearest: {', '.join(nearest)}" if nearest else message

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_muon.console import printable
+from megatron_muon.console import printable, with_nearest
 
 
 class CommandError(RuntimeError):
@@ -25,10 +25,13 @@ class CommandError(RuntimeError):
 
 
 class _Parser(ArgumentParser):
-    """Escapes control characters of what a user gave, which an error quotes."""
+    """Escapes control characters of what a user gave, which an error quotes, and names
+    the flags that are nearest to an unknown one.
+    """
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message, kept="\n"))
+        named = with_nearest(message, self._option_string_actions)
+        super().error(printable(named, kept="\n"))
 
 
 def parser_of(program: str, description: str, **options: Any) -> ArgumentParser:

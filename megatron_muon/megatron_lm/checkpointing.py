@@ -111,7 +111,7 @@ def load_checkpoint(
     override = flags.override_opt_param_scheduler
     load_dir = getattr(flags, kwargs.get("load_arg", args[0] if args else "load"))
     loads = partial(
-        original, ddp_model, optimizer, opt_param_scheduler, *args, **kwargs
+        _load, original, ddp_model, optimizer, opt_param_scheduler, *args, **kwargs
     )
     if not is_muon and not getattr(flags, "adamw_from_muon", False):
         watch: AbstractContextManager[None] = nullcontext()
@@ -144,6 +144,31 @@ def load_checkpoint(
     return result
 
 
+_OTHER_SIZES = ": not supported for DistributedOptimizer with sharding type"
+
+
+def _load(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's load. Its error about another TP or PP names a flag that its save has
+    by default; ours names the one that helps.
+    """
+    try:
+        return original(*args, **kwargs)
+    except RuntimeError as error:
+        sizes, is_about_sizes, _ = str(error).partition(_OTHER_SIZES)
+        if not is_about_sizes:
+            raise
+    from megatron_muon.mcore.seams.rows import megatron_version
+
+    save = "without --no-ckpt-fully-parallel-save"
+    if megatron_version()[1] >= (0, 15):
+        save = "with --dist-ckpt-optim-fully-reshardable"
+    raise ValueError(
+        f"{sizes}: this checkpoint's optimizer state loads at the saved TP and PP "
+        f"only. Resume there and save once {save}; that checkpoint loads at any TP and "
+        "PP. Or load the model alone (--no-load-optim)"
+    )
+
+
 @contextmanager
 def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
     """Explain another optimizer's failed load of Muon's checkpoint; until then do
@@ -153,7 +178,7 @@ def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException:  # torch's CheckpointException is no Exception
         folder = None
         with suppress(Exception):  # then Megatron's own error is raised
             folder = _latest(str(load_dir), _step(flags))
@@ -168,7 +193,7 @@ def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
         raise ValueError(
             f"{folder} has Muon's optimizer state: {way}load the model alone "
             "(--no-load-optim)"
-        ) from error
+        ) from None  # the keys that are missing fill pages on every rank
 
 
 def _is_of_muon(folder: Path) -> bool:

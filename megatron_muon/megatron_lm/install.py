@@ -27,6 +27,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     mend_help,
     muon_backend,
     refuse_forks_flags,
+    shorten_errors,
 )
 from megatron_muon.megatron_lm.host import MegatronLM
 from megatron_muon.planning import agreed
@@ -99,6 +100,7 @@ def _parse_args(
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         add_flags(parser)
         mend_help(parser)
+        shorten_errors(parser)
         refuse_forks_flags(parser, sys.argv[1:])
         options.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):

@@ -126,14 +126,6 @@ def _run(script: Path, checkout: Path) -> None:
             f"this Megatron needs a newer Python than {here} (from core 0.17 on 3.12)"
         )
         raise MissingPackageError(f"{error}: {newer}", name="typing") from error
-    except RuntimeError as error:
-        if "(TP, PP) mismatch after resume" not in str(error):
-            raise
-        raise ValueError(
-            f"{error} In your version a format that does load may be another one: load "
-            "at the saved TP and PP, and save there once with "
-            "--dist-ckpt-optim-fully-reshardable (core 0.15 on)"
-        ) from error
     except (ZeroDivisionError, TypeError) as error:
         if "args.eval_interval" not in (
             traceback.extract_tb(error.__traceback__)[-1].line or ""

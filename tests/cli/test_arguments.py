@@ -112,6 +112,10 @@ SAID = {
     "trace merge .": "is gone: https://ui.perfetto.dev opens several",
     "checkpoint inspect": "the following arguments are required: PATH",
     "checkpoint repair .": "unrecognized arguments: .",
+    # a mistyped flag: of a command, of Muon's, of Megatron's
+    "trace report . --jsn x": "arguments: --jsn x; the nearest: --json",
+    f"plan {TINY} --muon-ns-step 6": "; the nearest: --muon-ns-steps, --muon-num-ns-",
+    "bench step --num-layer=2": "arguments: --num-layer=2; the nearest: --num-layers",
 }
 # an escape that recolours a terminal, where a user's own words are quoted
 SAID |= {

@@ -15,8 +15,9 @@ import argparse
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_muon.console import UNKNOWN, with_nearest
 from megatron_muon.settings import left
 from megatron_muon.settings.flags import (
     KEPT,
@@ -131,6 +132,22 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             formatter._expand_help(action)
         except (ValueError, TypeError, KeyError):
             action.help = action.help.replace("%", "%%")
+
+
+def shorten_errors(parser: argparse.ArgumentParser) -> None:
+    """Have an error about unknown flags be one line with the nearest flags.
+
+    argparse prints Megatron's usage before it, which has hundreds of lines.
+    """
+    error = parser.error
+
+    def short_error(message: str) -> NoReturn:
+        if not message.startswith(UNKNOWN):
+            error(message)
+        named = with_nearest(message, parser._option_string_actions)
+        parser.exit(2, f"{parser.prog}: error: {named}\n")
+
+    parser.error = short_error  # type: ignore[method-assign]
 
 
 def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:

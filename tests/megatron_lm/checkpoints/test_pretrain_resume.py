@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -226,3 +227,24 @@ def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     again = f"--load {tmp_path} --muon-from-adamw momentum"
     assert steps(pretrain(1, run, "--optimizer muon", again)) == after
+
+
+def test_another_tp_at_a_resume_names_what_loads_there(tmp_path: Path) -> None:
+    """In the format that a save has by default; Megatron's error names another flag."""
+    if version() < (0, 15):
+        pytest.skip(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        )
+    where = f"--ckpt-format torch_dist --save {tmp_path} --load {tmp_path}"
+    where += " --save-interval 100"
+    for optimizer in (MUON, f"{MUON} --optimizer adam"):
+        pretrain(2, optimizer, where, LAYOUTS["tp2"][1], "--exit-interval 2")
+        text = pretrain(1, optimizer, where, fails=True)
+        assert (
+            "ValueError: (TP, PP) mismatch after resume ((1, 1) vs (2, 1) from "
+            "checkpoint): this checkpoint's optimizer state loads at the saved TP and "
+            "PP only. Resume there and save once with "
+            "--dist-ckpt-optim-fully-reshardable;"
+        ) in text
+        assert "--ckpt-fully-parallel-save" not in text
+        shutil.rmtree(tmp_path)

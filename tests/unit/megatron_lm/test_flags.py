@@ -18,6 +18,7 @@ from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
     muon_backend,
     refuse_forks_flags,
+    shorten_errors,
 )
 from megatron_muon.settings.flags import MUONS, muon_config
 from megatron_muon.settings.run_flags import FLAGS
@@ -94,6 +95,24 @@ def test_the_answer_to_a_forks_flag_is_that_of_the_recipes_table() -> None:
         for name in re.findall(r"`(--[\w-]+)", flags)
     }
     assert {name: table[name].replace("`", "") for name in FORK} == FORK
+
+
+@EVERY
+def test_a_mistyped_flag_ends_in_one_line_with_the_nearest(
+    version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = parser_of(version)
+    add_flags(parser)
+    shorten_errors(parser)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--muon-ns-step", "6", "--no-such"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert "error: unrecognized arguments: --muon-ns-step 6 --no-such; the near" in said
+    assert said.endswith("the nearest: --muon-ns-steps, --muon-num-ns-steps\n")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--muon-momentum", "high"])  # argparse's own, as before
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
 # --- meanings -------------------------------------------------------------------------
