@@ -14,7 +14,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
-from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import OwnRule, own_rule
 from megatron_muon.settings.run import NODE
@@ -126,7 +126,7 @@ def share_lines(share: Share) -> list[str]:
     activated = _ratio(share.active_muon, share.active)
     line = (
         f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
-        "parameters"
+        "trainable parameters"
     )
     if share.active < share.total:
         line += (
@@ -149,10 +149,10 @@ def require_muons(share: Share) -> None:
     """
     if share.total and not share.muon:
         raise ValueError(
-            f"Muon has none of the model's {_count(share.total)} parameters; "
+            f"Muon has none of the model's {_count(share.total)} trainable parameters; "
             f"{_kept(share)}: change {named('muon_include')} or "
             f"{named('muon_exclude')} of MuonConfig so that Muon has some of these, or "
-            "choose optimizer='adam'"
+            f"{USE_ADAMW}"
         )
 
 

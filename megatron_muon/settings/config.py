@@ -303,6 +303,10 @@ def named(field: str) -> str:
     return ROWS[field].named
 
 
+# the way out of what Muon cannot do, in Python and on a command line
+USE_ADAMW = "choose optimizer='adam' (--optimizer adam)"
+
+
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, ...]:
     """The restarts that a run may need: a CPU without bf16 instructions has fp32
     squares.

@@ -113,7 +113,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"late": {"optimizer_cpu_offload": True, "offload_optimizer_states": True}},
         "offload_optimizer_states yet (got True): use optimizer_cpu_offload with "
         "use_precision_aware_optimizer, which moves state by round, or choose "
-        "optimizer='adam'\n"
+        "optimizer='adam' (--optimizer adam)\n"
         "optimizer='muon' does not support optimizer_cpu_offload without "
         "use_precision_aware",
     ),

@@ -104,6 +104,7 @@ def _shares(case: Case) -> tuple[int, int, int, int]:
     [
         (Case(), Topology(tp=2, pp=2, dp=1)),
         (Case(tied=True), Topology(pp=2)),
+        (Case(frozen=("embedding.*",)), Topology(dp=2)),  # which are not counted
         (Case(moe=True), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
         (
             Case(moe=True, grouped="te"),
@@ -120,7 +121,8 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     first, *others = run(_printed, topology.world_size, case, topology)
     assert len(lines_at_start(first)) <= 8  # 12 with Megatron-LM and on several nodes
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
-    assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
+    of_all = f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k"
+    assert f"{of_all} trainable parameters" in line
     assert (
         f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
     ) == case.moe
@@ -150,7 +152,7 @@ def test_a_run_without_a_matrix_for_muon_is_an_error_on_every_rank() -> None:
         assert text.startswith("ValueError: Muon has none of the model's "), text
         assert (
             "(muon_exclude (--muon-exclude) '*')" in text
-            and "choose optimizer='adam'" in text
+            and "or choose optimizer='adam' (--optimizer adam)" in text
         )
     of_one_stage = Case(muon=(("muon_exclude", ("*.layers.0.*",)),))
     assert run(_error, 2, of_one_stage, Topology(pp=2)) == ["no error", "no error"]

@@ -24,10 +24,11 @@ from megatron_muon.mcore.seams import model, optimizer
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
 from megatron_muon.mcore.seams.row import Place, Row
 from megatron_muon.presence import SeamError, Version, check_version
+from megatron_muon.settings.config import USE_ADAMW
 
 WAY_OUT = (
     "If this Megatron is a fork's, give it the symbol that the release of its version "
-    "has; else take a megatron_muon that knows it, or choose optimizer='adam'"
+    f"has; else take a megatron_muon that knows it, or {USE_ADAMW}"
 )
 _TORCH_WAY_OUT = (
     "take a megatron_muon that knows this torch, or one that it was tested with"

@@ -25,7 +25,7 @@ from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
-from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
 from megatron_muon.settings.rules import row_of
 
 _BY_ROUND = (
@@ -101,14 +101,13 @@ def _unsupported(
                 f"{type(config).__name__}.use_distributed_optimizer is False: set it "
                 "in OptimizerConfig and DistributedDataParallelConfig before the model "
                 "is wrapped (--use-distributed-optimizer; a framework may clear it for "
-                "Megatron's own Muon), or choose optimizer='adam'"
+                f"Megatron's own Muon), or {USE_ADAMW}"
             )
     # a choice since core 0.15
     if not getattr(optimizer_config, "decoupled_weight_decay", True):
         yield ValueError(
             "optimizer='muon' decays weights as AdamW does: set "
-            "decoupled_weight_decay=True, or choose optimizer='adam' for L2 "
-            "regularization"
+            f"decoupled_weight_decay=True, or {USE_ADAMW} for L2 regularization"
         )
     configs = (optimizer_config, *ddp_configs, get_model_config(model_chunks[0]))
 
@@ -121,14 +120,13 @@ def _unsupported(
         if value:
             yield NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): "
-                f"{way_out}, or choose optimizer='adam'"
+                f"{way_out}, or {USE_ADAMW}"
             )
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
             yield NotImplementedError(
                 f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap "
-                "model chunks in Megatron's DistributedDataParallel, or choose "
-                "optimizer='adam'"
+                f"model chunks in Megatron's DistributedDataParallel, or {USE_ADAMW}"
             )
 
 
