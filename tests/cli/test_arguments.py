@@ -102,7 +102,10 @@ SAID = {
     ): "with TP 1 there are no slices, so every step is full",
     f"plan {TINY} --muon-exclude *": "Muon has none of the model's",
     f"plan {TINY} --sweep tp": "--sweep tp: give NAME=VALUE,VALUE,...",
+    f"plan {TINY} --sweep dp=": "--sweep dp=: give NAME=VALUE,VALUE,...",
     f"plan {TINY} --sweep lr=1e-3,1e-4": "unrecognized arguments: --lr 1e-3",
+    f"plan {TINY} --sweep json=/x": "json=/x: --json says what is printed, not what",
+    f"plan {TINY} --sweep explain=given": "--explain says what is printed, not what",
     (
         "routes --num-layers 2 --no-such 3"
     ): "unrecognized arguments: --no-such 3: without a run's",

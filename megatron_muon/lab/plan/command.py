@@ -38,25 +38,28 @@ docs/plan.md explains it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; wrong arguments end the process with status 2, as argparse
-    does.
+    """Run the command; wrong arguments end the process with status 2, as argparse does.
+
+    Returns:
+        2 where every value of ``--sweep`` is refused, else 0.
     """
     line = command_line(argv)
     import_megatron(PROGRAM, script=line.script)
     args = line.args
     assumptions: bool = args.assumptions
+    status = 0
     try:
         require_outputs(args)
         if args.sweep is None:
             figures = _planned(Request.of(line), args.explain, assumptions)
         else:
-            figures = _swept(line, args.sweep, assumptions)
+            figures, status = _swept(line, args.sweep, assumptions)
         write_json(args.json, figures)
     except BrokenPipeError:
         raise  # the reader of the output is gone
     except (*REFUSALS, TypeError, OSError) as error:
         stop(said(error), PROGRAM)
-    return 0
+    return status
 
 
 def _planned(request: Request, explain: bool, assumptions: bool) -> dict[str, object]:
@@ -76,8 +79,10 @@ def _planned(request: Request, explain: bool, assumptions: bool) -> dict[str, ob
     return figures
 
 
-def _swept(line: CommandLine, sweep: str, assumptions: bool) -> dict[str, object]:
-    """Print a row for each value; return all figures."""
+def _swept(
+    line: CommandLine, sweep: str, assumptions: bool
+) -> tuple[dict[str, object], int]:
+    """Print a row for each value; return all figures, and the exit status."""
     from megatron_muon.lab.plan import report, variants
     from megatron_muon.lab.plan.run import plan_run
 
@@ -98,7 +103,7 @@ def _swept(line: CommandLine, sweep: str, assumptions: bool) -> dict[str, object
     if plans and assumptions:
         lines += ["", *report.assumption_lines(plans[0][1])]
     print(printable("\n".join(lines), kept="\n"))
-    return {"sweep": name, "points": points}
+    return {"sweep": name, "points": points}, 0 if plans else 2
 
 
 def command_line(argv: Sequence[str]) -> CommandLine:

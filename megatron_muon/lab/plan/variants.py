@@ -31,6 +31,9 @@ SHORT = {
     "batch": "global-batch-size",
 }
 
+# Options of the command that change no plan.
+_OF_OUTPUT = ("json", "assumptions", "explain", "sweep")
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -52,6 +55,11 @@ def swept(text: str) -> tuple[str, list[Variant]]:
         raise ValueError(
             f"--sweep {text}: give NAME=VALUE,VALUE,..., where NAME is "
             f"{', '.join(SHORT)} or a flag without its dashes"
+        )
+    if name in _OF_OUTPUT:
+        raise ValueError(
+            f"--sweep {text}: --{name} says what is printed, not what is planned: give "
+            "it beside --sweep, or leave it out"
         )
     flag = f"--{SHORT.get(name, name)}"
     flags = {WITHOUT_FLAG: (), WITHOUT_VALUE: (flag,)}

@@ -128,7 +128,7 @@ def make_muons(
     if trained:
         muons = itertools.chain.from_iterable(part.muon.variants for part in trained)
         optimizer.nonfinite = NonfiniteReport(
-            list(muons), config, optimizer.voters, device
+            list(muons), numerics, optimizer.voters, device
         )
     if trained and config.log_interval is not None:
         from megatron_muon.mcore.watching.watch import Watch

@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from megatron_muon.console import first_names, say
 from megatron_muon.mcore.host.loop import host
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.collectives import Group, all_gather_json, any_rank
 from megatron_muon.runtime.nonfinite import Skipped
-from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.config import named
+from megatron_muon.settings.rules import OWN, row_of
 
 # steps, where neither the loop nor a setting says it: Megatron-LM's own default
 _INTERVAL = 100
@@ -34,15 +36,16 @@ class NonfiniteReport:
     def __init__(
         self,
         muons: Sequence[DistributedMuon],
-        config: MuonConfig,
+        numerics: Numerics,
         group: Group | None,
         device: torch.device,
     ) -> None:
         self._muons = list(muons)
         self._group = group
         self._device = device
-        self._limit = config.nonfinite_limit
-        self._interval = config.log_interval or _INTERVAL
+        self._numerics = numerics
+        self._limit = numerics.config.nonfinite_limit
+        self._interval = numerics.config.log_interval or _INTERVAL
         self._steps = self._number = 0
         self._lines: int | None = None  # lines of the log before the last step
         self._momenta: set[str] = set()  # names of matrices whose momentum was named
@@ -123,7 +126,7 @@ class NonfiniteReport:
                 f"{first_names(ended, 5)}: the direction was not finite before each of "
                 f"the last {self._limit} lines of the log "
                 f"({named('nonfinite_limit')}), so these matrices were not updated. "
-                f"{_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
+                f"{_OF_MOMENTA if momenta else _of_directions(self._numerics)}"
             )
 
 
@@ -132,8 +135,22 @@ _OF_MOMENTA = (
     "checkpoint. With --check-for-nan-in-loss-and-grad Megatron names gradients that "
     "are not finite"
 )
-_OF_DIRECTIONS = (
-    f"The momentum is finite, so Newton-Schulz overflowed: set {named('ns_iteration')} "
-    f"standard and {named('ns_dtype')} bf16, or give the weight to AdamW by "
-    f"{named('muon_exclude')}"
-)
+
+
+def _of_directions(numerics: Numerics) -> str:
+    """The way out where the momentum is finite, without what is in force already."""
+    exclude = f"give the weight to AdamW by {named('muon_exclude')}"
+    if row_of(numerics.config.rule) is OWN:
+        return f"The momentum is finite, so the rule's function overflowed: {exclude}"
+    safer = []
+    if numerics.iteration != "standard":
+        safer.append(f"{named('ns_iteration')} standard")
+    if numerics.dtype == "fp16":
+        safer.append(f"{named('ns_dtype')} bf16")
+    if numerics.config.ns_coefficients != "simple":
+        safer.append(f"{named('ns_coefficients')} simple")
+    ways = [f"set {' and '.join(safer)}"] if safer else []
+    return (
+        "The momentum is finite, so Newton-Schulz overflowed: "
+        f"{', or '.join([*ways, exclude])}"
+    )

@@ -258,6 +258,16 @@ def test_a_value_that_is_refused_has_a_reason_and_the_others_a_row(
     ]
 
 
+def test_a_sweep_whose_values_are_all_refused_fails_with_their_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sweep.json"
+    words = f"plan {TINY} --world-size 4 --sweep tp=3,5 --json {file}"
+    assert main(words.split()) == 2
+    assert capsys.readouterr().out.count("refused: --world-size 4 is not a multi") == 2
+    assert len(json.loads(file.read_text())["points"]) == 2
+
+
 def test_any_flag_can_be_swept(tmp_path: Path) -> None:
     qkv = "*.linear_qkv.weight"
     words = f"--world-size 2 --sweep muon-split=none,{qkv}=whole,{qkv}=heads"

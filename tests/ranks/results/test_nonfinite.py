@@ -24,6 +24,7 @@ from megatron_muon import MuonConfig
 from megatron_muon.mcore.wiring import nonfinite
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.orthogonalize import newton_schulz, strips
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.runtime.nonfinite import Skipped
 from support.models import gpt
@@ -285,7 +286,8 @@ def _of_slices() -> list[str]:
     muon: Any = SimpleNamespace(
         nonfinite=SimpleNamespace(skipped=lambda waits: dict(counts))
     )
-    report = nonfinite.NonfiniteReport([muon], MuonConfig(), None, torch.device("cpu"))
+    numerics = Numerics(MuonConfig(), "cpu")
+    report = nonfinite.NonfiniteReport([muon], numerics, None, torch.device("cpu"))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         for number, steps in ((0, 50), (1, 3)):
@@ -299,12 +301,19 @@ def test_a_slice_that_is_left_after_another_one_is_named() -> None:
     assert [line.split(" in at least ")[1].split()[0] for line in lines] == ["50", "3"]
 
 
-def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
-    case = replace(SHARED, muon=(*SHARED.muon, ("nonfinite_limit", 2)))
+@pytest.mark.parametrize("case", [SHARED, GRAM], ids=["standard", "gram"])
+def test_a_run_whose_iteration_overflows_ends_with_what_is_not_in_force(
+    case: Case,
+) -> None:
+    is_gram = case == GRAM
+    case = replace(case, muon=(*case.muon, ("nonfinite_limit", 2)))
     fault = partial(_overflowing, FC1, is_so=True)
     for rank in run(_until_it_ends, 2, case, Topology(dp=2), fault):
-        assert (
-            rank["steps"] == 4 and "ns_iteration (--muon-ns-iteration)" in rank["error"]
+        assert rank["steps"] == 4
+        way = "set ns_iteration (--muon-ns-iteration) standard, or " * is_gram
+        assert rank["error"].endswith(
+            f"Newton-Schulz overflowed: {way}give the weight to AdamW by muon_exclude "
+            "(--muon-exclude)"
         )
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: ")
         assert not any("momentum" in line for line in rank["lines"])
