@@ -173,6 +173,8 @@ def _named(
         raise  # the reader of the output is gone, which is no error of a file
     except (CommandError, MuonError, OSError) as error:
         why = str(error)
+    except MemoryError:
+        why = "it takes more memory than there is"
     except ModuleNotFoundError as error:
         if error.name not in LIBRARIES:
             raise

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from megatron_muon.console import printable
+
 # columns that a text has at least; of what stands below its name
 _NARROW, _INDENT = (16, 4)
 
@@ -28,7 +30,14 @@ def wrapped(text: str, indent: str = "  ", within: int | None = None) -> list[st
 def show(*texts: str, to: TextIO | None = None) -> None:
     """Print texts as ``wrapped`` has them; an empty one is an empty line."""
     for text in texts:
-        print("\n".join(wrapped(text)), file=to, flush=True)
+        print_lines(wrapped(text), to=to)
+
+
+def print_lines(lines: Iterable[str], to: TextIO | None = None) -> None:
+    """Print lines, with escapes for control characters: of a file, they could act on a
+    terminal.
+    """
+    print(printable("\n".join(lines), kept="\n"), file=to, flush=True)
 
 
 def digits(value: float, most: int = 3) -> str:

@@ -24,7 +24,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_muon.console import say, say_once
+from megatron_muon.console import printable, say, say_once
 from megatron_muon.presence import MuonError, require_core, version_parts
 
 USAGE = (
@@ -305,7 +305,8 @@ def version_of(core: Path) -> str:
     importing it.
     """
     parts = version_parts(core / "package_info.py")
-    return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
+    numbers = (str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
+    return printable(".".join(numbers))
 
 
 def hide_gpus() -> None:

@@ -157,3 +157,15 @@ def test_what_is_wrong_is_named(
     out, err = capsys.readouterr()
     assert (status, out) == (2, "") and SAID[line] in err.splitlines()[-1], err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main_of_curves(argv: list[str]) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("megatron_muon.lab.curves.command.main", main_of_curves)
+    assert main(["curves", "a=1", "b=2"]) == 1
+    said = capsys.readouterr().err
+    assert said == "megatron-muon curves: error: it takes more memory than there is\n"

@@ -128,6 +128,19 @@ def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
     assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
 
 
+def test_an_escape_in_a_checkouts_version_is_printed_as_text(tmp_path: Path) -> None:
+    numbers = "MAJOR = 0\nMINOR = 16\nPATCH = '\\x1b[31m1'\n"
+    files = {
+        "megatron/core/__init__.py": "raise ImportError('\\x1b[32mgreen')\n",
+        "megatron/core/package_info.py": numbers,
+        "megatron/training/__init__.py": "",
+    }
+    done = doctor(str(written(tmp_path, files)))
+    assert "\x1b" not in done.stdout + done.stderr
+    assert rows(done.stdout)["megatron-lm"].startswith(r"core 0.16.\x1b[31m1 (")
+    assert r"ImportError: \x1b[32mgreen" in rows(done.stdout)["verdict"]
+
+
 def test_a_cache_of_torchs_compiler_that_cannot_be_written_is_named() -> None:
     """Every row before it is there; torch makes the folder where torch._dynamo is
     imported.

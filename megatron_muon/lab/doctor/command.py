@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import examine
 from megatron_muon.lab.outputs import add_outputs, parsed, parser_of, write_json
-from megatron_muon.lab.tables import listed, show
+from megatron_muon.lab.tables import listed, print_lines, show
 
 _DESCRIPTION = """\
 Print what a run with --optimizer muon would find here: versions, the hooks in
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     faults = [row.fault for row in rows if row.fault]
     verdict = [f"Muon would not run: {fault}" for fault in faults]
     values = {row.name: row.value for row in rows}
-    print("\n".join(listed(list(values.items()))))
+    print_lines(listed(list(values.items())))
     show("", *verdict or ["Muon would run."])
     write_json(args.json, {"runs": not faults, "faults": faults, **values})
     return 1 if faults else 0

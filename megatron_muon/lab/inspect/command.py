@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.console import printable
 from megatron_muon.lab.outputs import parser_of
-from megatron_muon.lab.tables import listed, wrapped
+from megatron_muon.lab.tables import listed, print_lines, wrapped
 
 if TYPE_CHECKING:
     from megatron_muon.lab.inspect.report import Report
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             f"{args.path}: {type(error).__name__}: {error}"
         )
     else:
-        print(printable(text, kept="\n"))
+        print_lines([text])
         return 1 if report.faults else 0
     line = printable(" ".join(why.split()))
     print(f"{parser.prog}: error: {line}", file=sys.stderr)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.console import printable
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
 from megatron_muon.lab.outputs import parser_of, require_outputs, write_json
 from megatron_muon.lab.plan.request import DEVICES, Request
@@ -22,7 +21,7 @@ from megatron_muon.lab.routes.model_flags import (
     said,
     stop,
 )
-from megatron_muon.lab.tables import wrapped
+from megatron_muon.lab.tables import print_lines, wrapped
 
 PROGRAM = "megatron-muon plan"
 _DESCRIPTION = f"""\
@@ -68,13 +67,13 @@ def _planned(request: Request, explain: bool, assumptions: bool) -> dict[str, ob
     from megatron_muon.lab.plan.run import plan_run
 
     plan = plan_run(request)
-    print(report.as_text(plan))
+    print_lines([report.as_text(plan)])
     if assumptions:
-        print("\n".join(["", *report.assumption_lines(plan)]))
+        print_lines(["", *report.assumption_lines(plan)])
     figures = report.as_json_ready(plan)
     if explain:
         lines, figures["changes"] = variants.explained(request, plan)
-        print("\n".join(["", *lines]))
+        print_lines(["", *lines])
     print(f"\n{report.answer(plan)}")
     return figures
 
@@ -102,7 +101,7 @@ def _swept(
             points.append(point | report.as_json_ready(outcome))
     if plans and assumptions:
         lines += ["", *report.assumption_lines(plans[0][1])]
-    print(printable("\n".join(lines), kept="\n"))
+    print_lines(lines)
     return {"sweep": name, "points": points}, 0 if plans else 2
 
 

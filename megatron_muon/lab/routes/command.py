@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     import_megatron(_PROGRAM, script=line.script)
     from megatron_muon.lab.routes.parameters import routes
     from megatron_muon.lab.routes.table import as_text
-    from megatron_muon.lab.tables import show
+    from megatron_muon.lab.tables import print_lines, show
     from megatron_muon.mcore.seams.rows import megatron_version
 
     try:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     for note in (*run.notes, *routed.notes):
         show(f"{_PROGRAM}: {note}", to=sys.stderr)
     show(f"megatron-core {core['version']} ({core['folder']})", "")
-    print(as_text(routed, every=args.all))
+    print_lines([as_text(routed, every=args.all)])
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.console import printable
 from megatron_muon.lab.outputs import add_outputs, parsed, parser_of, write_json
+from megatron_muon.lab.tables import print_lines
 
 _DESCRIPTION = """\
 Print where the time of a training step goes on each rank: compute,
@@ -54,5 +54,5 @@ def main(argv: Sequence[str]) -> int:
         from megatron_muon.lab.trace.figure import draw
 
         draw(runs, args.plot)
-    print(printable(as_text(runs), kept="\n"))
+    print_lines([as_text(runs)])
     return 0

@@ -53,6 +53,10 @@ def read_trace(path: Path) -> TraceFile:
         if not isinstance(events, list):
             raise ValueError("it has no traceEvents, and it is no list of events")
         timed = [_timed(event, number) for number, event in enumerate(events)]
+    except MemoryError:
+        raise TraceError(
+            f"{path}: it takes more memory than there is: trace fewer steps"
+        ) from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TraceError(f"{path}: it is no trace that can be read: {error}") from error
     return TraceFile(path, timed, metadata)

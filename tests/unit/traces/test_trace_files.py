@@ -102,6 +102,18 @@ def test_events_are_counted_before_they_take_memory(
         read_trace(_written(tmp_path, gzip.compress(text)))
 
 
+def test_a_trace_that_memory_does_not_hold_is_an_error_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parsed(text: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(events, "parsed", parsed)
+    path = _written(tmp_path, gzip.compress(b"[{}]"))
+    with pytest.raises(TraceError, match=f"{path.name}: it takes more memory than"):
+        read_trace(path)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no time": ({"ts": None}, "ts is 'None'"),
     "beyond floats": ({"ts": 1e300}, r"ts is '1e\+300"),
