@@ -8,8 +8,6 @@ import sys
 from argparse import Namespace
 from types import TracebackType
 
-from tqdm import tqdm
-
 
 class Progress:
     """Shows and records losses on the one rank that has them; silent on the others."""
@@ -18,6 +16,8 @@ class Progress:
         self.shown, self.log_interval = shown, args.log_interval
         self.label = f"{args.optimizer:>5} lr {args.lr:g}"
         self.curve: dict[str, list[list[float]]] = {"train": [], "validation": []}
+        from tqdm import tqdm  # the tutorial takes a step without a bar
+
         self._bar = tqdm(
             total=args.train_iters,
             desc=self.label,
@@ -77,7 +77,7 @@ class Progress:
         recent = [value for _, value in self.curve["train"][-self.log_interval :]]
         train = f"   train {sum(recent) / len(recent):.4f}" if recent else ""
         line = f"{self.label}   step {step:4d}   validation {loss:.4f}{train}"
-        tqdm.write(line, file=sys.stdout)
+        self._bar.write(line, file=sys.stdout)
         sys.stdout.flush()
         if self._writer is not None:
             self._writer.add_scalar("lm loss validation", loss, step)
