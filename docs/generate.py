@@ -253,7 +253,6 @@ def _set_row(name: str, coefficients: CoefficientSet) -> list[str]:
     after = {
         "cycle": "from the start",
         "repeat_last": "the last again",
-        "refuse": "refused",
     }
     grams = [
         ", ".join(

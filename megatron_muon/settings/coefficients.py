@@ -14,12 +14,10 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Triple = tuple[float, float, float]
-CoefficientName = Literal[
-    "simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"
-]
+CoefficientName = Literal["simple", "quintic", "polar_express", "deepseekv4"]
 Coefficients = CoefficientName | tuple[Triple, ...]
 Given = Coefficients | Triple
-After = Literal["cycle", "repeat_last", "refuse"]
+After = Literal["cycle", "repeat_last"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
 
 _NAME = "ns_coefficients (--muon-ns-coefficients)"  # in errors
@@ -69,8 +67,7 @@ class CoefficientSet:
     """A published list of coefficients."""
 
     triples: tuple[Triple, ...]  # (a, b, c) of each step
-    # for steps beyond the list's end; ``refuse`` allows no other number of steps
-    after: After
+    after: After  # for steps beyond the list's end
     source: str  # the paper or post, and the place of the numbers in it
     steps: int  # the number of steps that the set is made for
     # (smallest, largest) singular value, of a matrix of Frobenius norm 1, that
@@ -156,49 +153,6 @@ SETS: dict[CoefficientName, CoefficientSet] = {
             ),
         },
     ),
-    "cans": CoefficientSet(
-        triples=(
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        ),
-        after="repeat_last",
-        source=f"arXiv 2506.10935 (Remez, adaptive interval); {_EMERGING}",
-        steps=5,
-        interval=(1e-3, 1.0),
-        band=(0.88, 1.12),
-        # Each polynomial climbs steeply outside its interval (1.004 goes to 1e57), and
-        # rounding in 16 bits gets there. So there is headroom, as Polar Express's
-        # authors leave it, and the band is (0.85, 1.12). Near rank 1, where the largest
-        # value is the norm, the set is unstable even in float64. No headroom is known
-        # to be enough for the Gram iteration, whose rounding errors grow from step to
-        # step, so there are no restarts.
-        headroom=1.01,
-    ),
-    "aol": CoefficientSet(
-        # The source begins with an almost-orthogonal scaling; here, as in
-        # Emerging-Optimizers, the matrix is divided by its Frobenius norm. The first
-        # polynomial is negative above 0.884, so it reverses a singular vector with such
-        # a value, which a matrix of nearly rank 1 has.
-        triples=(
-            (4.0098, -7.0585, 2.4635),
-            (3.4585, -5.5479, 2.5959),
-            (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ),
-        after="cycle",
-        source="https://github.com/thib-s/flash-newton-schulz/blob/main/newton_schulz_triton.py"
-        f"#L511; {_EMERGING}",
-        steps=4,
-        interval=(1e-2, 0.87),
-        band=(0.86, 1.1),
-        restarts={
-            4: Restarts(bf16=(1, 2), fp16=(2,), fp32=(1, 3), fp32_squares=()),
-            5: Restarts(bf16=(1, 2, 3), fp16=(2,), fp32=(1, 3), fp32_squares=(3,)),
-        },
-    ),
     "deepseekv4": CoefficientSet(
         triples=(SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         after="repeat_last",
@@ -214,21 +168,33 @@ SETS: dict[CoefficientName, CoefficientSet] = {
             ),
         },
     ),
-    "cubic5": CoefficientSet(
-        # c = 0: the square of A is never made.
-        triples=(
-            (3.3656576, -3.3420992, 0.0),
-            (2.5744352, -1.4957376, 0.0),
-            (2.5368962, -1.4312570, 0.0),
-            (2.4418906, -1.2764040, 0.0),
-            (2.2230472, -0.9630650, 0.0),
-        ),
-        after="refuse",
-        source=f"arXiv 2606.00371 (lower bound 7e-3 for bf16); {_EMERGING}",
-        steps=5,
-        interval=(7e-3, 1.0),
-        band=(0.77, 1.31),
-        restarts={5: Restarts(bf16=(2,), fp16=(2,), fp32=(1, 3), fp32_squares=(3,))},
+}
+
+# Sets of 0.2.0 as numbers, of cans those in 16 bits: its polynomials' arguments were
+# divided by 1.01 there. They go with 0.4.
+REMOVED: dict[str, tuple[Triple, ...]] = {
+    "cans": tuple(
+        (a / 1.01, b / 1.01**3, c / 1.01**5)
+        for a, b, c in (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        )
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
+    "cubic5": (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
     ),
 }
 
@@ -245,6 +211,11 @@ def canonical(value: object) -> Coefficients:
         ValueError: no set has the name, the list is empty, or a number is not finite.
     """
     if isinstance(value, str):
+        if value in REMOVED:
+            raise ValueError(
+                f"{_NAME} {value!r}: this set was removed; its numbers still work, "
+                f"--muon-ns-coefficients '{spelled(REMOVED[value])}'"
+            )
         if value not in SETS:
             raise ValueError(
                 f"{_NAME} must be one of {', '.join(SETS)}, or numbers (a, b, c) or a "
@@ -311,21 +282,12 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     """(a, b, c) of each step, in bf16 and fp16 with the set's headroom.
 
     A custom list that is too short starts over.
-
-    Raises:
-        ValueError: the set is for another number of steps only.
     """
     coefficients = canonical(given)
     if not isinstance(coefficients, str):
         return tuple(coefficients[step % len(coefficients)] for step in range(steps))
     chosen = SETS[coefficients]
     number = len(chosen.triples)
-    if chosen.after == "refuse" and steps != number:
-        raise ValueError(
-            f"{_NAME} {coefficients!r} are for {number} steps, and ns_steps "
-            f"(--muon-ns-steps) is {steps}: take {number}, or give the numbers "
-            "themselves"
-        )
     triples = []
     for step in range(steps):
         at = min(step, number - 1) if chosen.after == "repeat_last" else step % number

@@ -108,8 +108,7 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         ns_steps: Newton-Schulz iterations for each matrix, 1 to 100 (arXiv 2502.16982,
             section 2.2). Default: 5.
         ns_coefficients: Polynomials of the Newton-Schulz iteration: a published set
-            (simple, quintic, polar_express, cans, aol, deepseekv4, cubic5) or numbers.
-            Default: 'simple'.
+            (simple, quintic, polar_express, deepseekv4) or numbers. Default: 'simple'.
         preset: Defaults of two settings. safe: ns_dtype bf16 and ns_iteration standard,
             as in published runs. fast: on a GPU fp16 and auto. Default: 'safe'.
         ns_iteration: How the polynomials are computed. standard: on the matrix. gram:

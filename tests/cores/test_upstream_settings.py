@@ -210,9 +210,11 @@ def test_with_muon_only_fields_unlike_that_cores_default_count() -> None:
 
 
 def test_the_start_says_where_the_steps_are_not_the_sets_own() -> None:
-    own, other = _of({"fields": {}}, {"fields": {}, "own": {"ns_coefficients": "aol"}})
+    own, other = _of(
+        {"fields": {}}, {"fields": {}, "own": {"ns_coefficients": "polar_express"}}
+    )
     assert "Newton-Schulz: simple, 5 steps, bf16" in own[1]
-    assert "Newton-Schulz: aol, 5 steps (made for 4), bf16" in other[1]
+    assert "Newton-Schulz: polar_express, 5 steps (made for 8), bf16" in other[1]
 
 
 @pytest.mark.skipif(

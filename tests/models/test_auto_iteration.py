@@ -101,9 +101,7 @@ def _gram_by_standard(device: Device, kind: str, rows: int, cols: int) -> list[f
 def test_no_shape_of_a_model_is_more_than_two_percent_slower_than_with_0_2_0(
     device: Device,
 ) -> None:
-    """In any set, number of steps, dtype and batch, but one set in fp16: its steps have
-    no A², so that standard's linear terms are folded and Gram's are not.
-    """
+    """In any set, number of steps, dtype and batch."""
     slower = {}
     for kind in CHOSEN[device]:
         numerics = _numerics(kind, "auto", device)
@@ -115,19 +113,7 @@ def test_no_shape_of_a_model_is_more_than_two_percent_slower_than_with_0_2_0(
             time = max(ratios) if takes else 1 / min(ratios)
             if time > SLOWER:
                 slower[kind, rows, cols] = round(time, 2)
-    assert (
-        slower
-        == {
-            "cuda": {
-                ("cubic5 5 fp16", 512, 4096): 1.08,
-                ("cubic5 5 fp16", 1024, 2688): 1.03,
-            },
-            "cuda_symmetric": {
-                ("cubic5 5 fp16", 1536, 2048): 1.04,
-                ("cubic5 5 fp16", 512, 1024): 1.06,
-            },
-        }[device]
-    )
+    assert slower == {}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -165,7 +151,7 @@ def test_auto_is_seldom_slower_than_standard_between_the_shapes_of_models(
                 ratio = max(_gram_by_standard(device, kind, *shape))
                 slower += [ratio] * (ratio > SLOWER)
     assert len(slower) <= 0.02 * len(shapes) * len(CHOSEN[device])
-    assert max(slower) < 1.3
+    assert max(slower, default=0.0) < 1.3
 
 
 def _grid() -> Iterator[tuple[int, int]]:

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
         ({"a": {"ns_steps": 101}}, "ns_steps must be at most 100"),
         ({"a": {"ns_steps": 2.5}}, "ns_steps must be a number, got '2.5'"),
         (("a:ns_coefficients=1,2",), "coefficients are a name or a,b,c"),
-        (("a:ns_steps=6,ns_coefficients=cubic5",), "a:ns_steps=6,.*are for 5 steps"),
+        (("a:ns_steps=6,ns_coefficients=deepseekv4",), "a:ns_steps=6,.*has 10 steps"),
         (("a:scale_mode=max,rms=1",), "scale_mode must be one of spectral"),
         (("a:scale_mode=spectral",), "scale_mode spectral needs the factor"),
         (("a:rule=sphere",), "rule must be one of muon"),

@@ -17,7 +17,7 @@ from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, RECORD
 from megatron_muon.mcore.routing.param_routing import GROUP_SETTINGS, LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
-from megatron_muon.settings.coefficients import as_run, canonical, spelled
+from megatron_muon.settings.coefficients import REMOVED, as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.rules import is_name
 
@@ -86,8 +86,10 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     then = {**_resolved(Numerics(default, numerics.device)), **recorded["settings"]}
     now = _resolved(numerics)
     then |= {name: now[name] for name, value in _UNSAID.items() if then[name] == value}
-    # it may be saved as numbers
-    then["ns_coefficients"] = canonical(then["ns_coefficients"])
+    coefficients = then["ns_coefficients"]  # perhaps numbers, or a removed set's name
+    if isinstance(coefficients, str):
+        coefficients = REMOVED.get(coefficients, coefficients)
+    then["ns_coefficients"] = canonical(coefficients)
     _refuse_set_cut_short(then, now)
     then = _as_run(then)
     unknown = "nothing: this megatron_muon has no such setting"

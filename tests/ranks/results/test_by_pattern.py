@@ -220,7 +220,7 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
         "min_lr=5.0: the minimum, 5.0, is above the rate",
     ),
     "two patterns together": (
-        {PROJ: {"ns_coefficients": "cubic5"}, "*.linear_proj.*": {"ns_steps": 6}},
+        {PROJ: {"ns_coefficients": "deepseekv4"}, "*.linear_proj.*": {"ns_steps": 6}},
         (),
         f"{PROJ}: ns_coefficients",
     ),

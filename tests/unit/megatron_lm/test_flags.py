@@ -143,8 +143,8 @@ REFUSED = {
         "a name or a,b,c;a,b,c;..., got '1,2'",
     ),
     "two sets": (
-        ["--muon-ns-coefficients", "aol", "--muon-coefficient-type", "simple"],
-        "aol and --muon-coefficient-type simple contradict each other",
+        ["--muon-ns-coefficients", "quintic", "--muon-coefficient-type", "simple"],
+        "quintic and --muon-coefficient-type simple contradict each other",
     ),
     "gram, untested": (
         ["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"],

@@ -44,7 +44,7 @@ CPU = plan_device(CPU_DEVICE, MuonConfig())
 def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) -> None:
     """Wherever it restarts. The square's rounding, 2⁻⁵³ of its norm 1, grows by at most
     a² a step until it is restarted; for the steepest segments here (four steps of
-    3.4445², ten of aol's) that is a factor of 1e6 and its square root times the norm:
+    3.4445²) that is a factor of 1e6 and its square root times the norm:
     1e-7 is far above it, and a wrong term gives 1e-1.
     """
     x = normalize(drawn(24, 400 if products.blocked else 60)).double()

@@ -152,7 +152,6 @@ CUBIC = (1.5, -0.5, 0.0)  # its c is 0, so P is R
     [
         ("gram", "quintic"),
         ("gram", "simple"),
-        ("gram", "cubic5"),  # in fp32, of a step whose sum only has to have its rows
         ("standard", "quintic"),
         ("standard", ((3.4445, -4.775, 2.0315), CUBIC, CUBIC)),
     ],
