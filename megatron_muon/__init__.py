@@ -47,6 +47,7 @@ __all__ = [
     "cpu",
     "install",
     "meter",
+    "numbers",
     "reading_adamw",
     "reading_megatron_muon",
     "reading_muon",
@@ -210,6 +211,25 @@ def meter(optimizer: Any) -> Meter:
     from megatron_muon.mcore.wiring.install import meter as meter_of
 
     return meter_of(optimizer)
+
+
+def numbers(optimizer: Any) -> dict[str, float]:
+    """The last step's numbers of layers and kinds of matrices, as
+    ``{"muon_NUMBER/ROW": value}``; one that could not be computed is NaN.
+
+    Empty where the step was no logging step: those are every ``log_interval``-th. All
+    ranks of the chain have the same numbers, and none communicates here.
+
+    Args:
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
+
+    Raises:
+        TypeError: the optimizer is not Muon's.
+    """
+    require_core()
+    from megatron_muon.mcore.wiring.install import numbers as numbers_of
+
+    return numbers_of(optimizer)
 
 
 def step_traces(steps: str, folder: str | Path) -> MegatronTraces:

@@ -117,7 +117,6 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--muon-split", action="append", default=[], metavar="PATTERN=KIND"
     )
     group.add_argument("--muon-log-interval", type=int, default=None)
-    group.add_argument("--muon-log-file", default=None)
     group.add_argument("--muon-clip-scope", choices=("all", "adamw"), default="all")
     group.add_argument("--muon-qk-clip", type=float, default=None, metavar="THRESHOLD")
     _switch(group, "--weight-decay-all-params", text="decay norms and biases too")

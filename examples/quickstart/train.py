@@ -101,7 +101,6 @@ def build_optimizer(
                 weight_decay_all_params=args.weight_decay_all_params,
                 splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
                 log_interval=args.muon_log_interval,
-                log_file=args.muon_log_file,
                 clip_scope=args.muon_clip_scope,
                 qk_clip=args.muon_qk_clip,
             )
@@ -324,6 +323,8 @@ def train(
             "grad-norm": grad_norm,
             "iteration-time": ended - began,
         }
+        if args.optimizer == "muon":
+            scalars.update(megatron_muon.numbers(optimizer))
         progress.trained(step, global_loss(loss), scalars)
         if step % args.eval_interval == 0 or step == last:
             evaluate_all(args, held_out, model, device, progress, step)

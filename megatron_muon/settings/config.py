@@ -177,7 +177,6 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         nonfinite_limit: End the run once so many lines of the log in a row
             (--log-interval) name a matrix whose direction was not finite. Default: 3.
         log_interval: Steps from one logging step to the next. Default: None.
-        log_file: File of JSON lines that log_interval appends to. Default: None.
 
     Raises:
         TypeError: a setting is of the wrong kind, or there is none of that name.
@@ -389,19 +388,12 @@ def _require_restarts(config: MuonConfig) -> None:
 
 
 def _require_log(config: MuonConfig) -> None:
-    """Logging steps need a file, and whole matrices."""
-    interval, file = config.log_interval, config.log_file
-    if interval is not None and config.split_matrices not in (None, "off"):
+    """Logging steps need whole matrices."""
+    if config.log_interval is not None and config.split_matrices not in (None, "off"):
         raise NotImplementedError(
             f"{named('split_matrices')} {config.split_matrices!r} with "
             f"{named('log_interval')}: the numbers of a matrix that several ranks "
             "share are not computed yet; use only one of the two"
-        )
-    if (interval is None) != (file is None):
-        raise ValueError(
-            f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: "
-            "give both, the steps between two lines and the file that takes them, or "
-            "neither"
         )
 
 

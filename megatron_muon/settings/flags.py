@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -159,8 +158,6 @@ def muon_config(args: Namespace) -> MuonConfig:
                 f"{values['rule'].value}, whose updates have no scale: leave it out"
             )
         settings.pop(field, None)  # Megatron's default
-    if "log_interval" in settings and "log_file" not in settings:
-        settings["log_file"] = _log_file(args, settings["log_interval"])
     # A plan knows --deterministic-mode by this alone; a run finds torch in it, too.
     if "split_matrices" not in settings and written(args, "deterministic_mode"):
         settings["split_matrices"] = "off"
@@ -207,16 +204,6 @@ def qk_clip_alpha(args: Namespace) -> float:
             "--qk-clip-alpha), or leave this out"
         )
     return float(alpha.value)
-
-
-def _log_file(args: Namespace, interval: int) -> str:
-    folder = written(args, "tensorboard_dir") or written(args, "save")
-    if not folder:
-        raise ValueError(
-            f"--muon-log-interval {interval} needs a place for its lines: give "
-            "--muon-log-file, --tensorboard-dir or --save"
-        )
-    return os.path.join(folder, "muon_watch.jsonl")
 
 
 def _refuse_unknown(args: Namespace) -> None:

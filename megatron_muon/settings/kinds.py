@@ -108,12 +108,6 @@ def _either(values: tuple[Any, ...], otherwise: Check) -> Check:
     return check
 
 
-def _path(name: str, value: Any) -> None:
-    _text(name, value)
-    if not value.strip() or "\0" in value:
-        raise ValueError(f"{name} must be a path, got {value!r}")
-
-
 def _patterns(name: str, value: Any) -> None:
     if not isinstance(value, tuple) or not all(
         isinstance(pattern, str) for pattern in value
@@ -137,11 +131,6 @@ PATTERNS = Kind(_patterns, action="append", metavar="PATTERN", read=tuple, write
 def text(metavar: str) -> Kind:
     """Any text."""
     return Kind(_text, metavar=metavar)
-
-
-def path(metavar: str) -> Kind:
-    """A path as a text."""
-    return Kind(_path, metavar=metavar)
 
 
 def number(interval: str, holds: Callable[[float], bool]) -> Kind:

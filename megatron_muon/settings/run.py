@@ -161,20 +161,11 @@ class RunSettings:
         None,
         "--muon-log-interval",
         "Steps from one logging step to the next. A logging step writes each matrix's "
-        "update, weight, momentum and direction in a few numbers to --muon-log-file, "
-        "TensorBoard and W&B. Warnings go to the run's log. The training stays as it "
-        "is, but a GPU shares no matrices (--muon-split-matrices off).",
+        "update, weight, momentum and direction in a few numbers to TensorBoard and "
+        "W&B, their ranges and warnings to the run's log. The training stays as it is, "
+        "but a GPU shares no matrices (--muon-split-matrices off).",
         kinds.count("STEPS").or_none(),
         without="The default is never.",
-    )
-    log_file: str | None = row(
-        None,
-        "--muon-log-file",
-        "File of JSON lines that --muon-log-interval appends to. The last rank writes "
-        "it.",
-        kinds.path("PATH").or_none(),
-        without="The default is muon_watch.jsonl in the folder of "
-        "--tensorboard-dir, else of --save.",
     )
 
     @property

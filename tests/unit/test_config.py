@@ -278,7 +278,7 @@ def test_triton_multiplies_16_bits_alone() -> None:
         MuonConfig(symmetric_products="triton", ns_dtype="fp32")
 
 
-LOGGED = MuonConfig(log_interval=10, log_file="out.jsonl")
+LOGGED = MuonConfig(log_interval=10)
 
 
 @pytest.mark.parametrize("device", get_args(Device))

@@ -115,7 +115,7 @@ def test_a_subclass_of_a_rule_with_settings_of_its_own_is_refused(
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"log_interval": 2, "log_file": "a"}, "--muon-log-interval"),
+        ({"log_interval": 2}, "--muon-log-interval"),
         ({"cautious_decay": True}, "--muon-cautious-decay"),
         ({"momentum_warmup": 3}, "--muon-momentum-warmup"),
         ({"scale_mode": "update_norm"}, "--muon-scale-mode"),

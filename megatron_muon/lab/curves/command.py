@@ -16,8 +16,7 @@ Compare the loss curves of two or more runs with the first: final losses, and
 the leading ratio (S - s) / s over training.
 
 A RUN is NAME=FILE, or NAME=FILE,FILE,... with one file for each seed. A file is
-a folder with TensorBoard's event files, a Megatron log, CSV, JSON lines, or the
-quickstart's JSON.
+a folder with TensorBoard's event files, or a Megatron log.
 
 S, s           the steps at which the first and the other run first have a loss
 leading ratio  0.5: the first run needs half as many steps more; "never": the
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of("megatron-muon curves", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the first one is the baseline")
-    tag = "name of a loss: its tag, column or key; KIND is train, validation or other"
+    tag = "name of a loss; KIND is train, validation or other"
     add("--tag", action="append", default=[], metavar="KIND=NAME", help=tag)
     window = (
         "average blocks of this part of a curve's points (0.02 for training "

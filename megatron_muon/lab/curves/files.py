@@ -1,15 +1,10 @@
-"""Loss curves in files: TensorBoard's, Megatron's log, CSV, JSON lines, the
-quickstart's JSON.
-"""
+"""Loss curves in files: TensorBoard's, and Megatron's log."""
 
 from __future__ import annotations
 
-import csv
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_muon.lab.curves.lead import Curve, curve
 from megatron_muon.lab.outputs import CommandError
@@ -18,7 +13,6 @@ from megatron_muon.mcore.load_check.files import open_regular
 KINDS = ("train", "validation", "other")  # other: text from elsewhere
 MOST = 1 << 28  # bytes of a file
 MOST_LINE = 1 << 20  # characters of a line
-STEPS = ("step", "iteration", "iter", "global_step", "_step")
 _EVENTS = "events.out.tfevents."
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 # Lines of Megatron's training_log and evaluate_and_print_results.
@@ -52,7 +46,7 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
         files = sorted(path.rglob(f"{_EVENTS}*")) if path.is_dir() else [path]
         for file in files:  # of a resumed run the later file wins
             _read(file, columns)
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise CurveError(f"{path}: it cannot be read: {error}") from error
     by_kind = {}
     for kind in KINDS:
@@ -72,9 +66,8 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
     if not by_kind:
         raise CurveError(
             f"{path}: no loss is in it ({_listed(columns)}). Megatron's log has lines "
-            "with 'lm loss', CSV and JSON lines one of the columns "
-            f"{', '.join(STEPS)}, a folder event files of TensorBoard's; --tag "
-            "KIND=NAME names another loss"
+            "with 'lm loss', a folder event files of TensorBoard's; --tag KIND=NAME "
+            "names another loss"
         )
     return by_kind
 
@@ -102,79 +95,23 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _read(path: Path, columns: Columns) -> None:
-    """Add each column of numbers over steps of a file, by its name."""
+    """Add the losses of a log, or the scalars of an event file, by their names."""
+    is_events = path.name.startswith(_EVENTS)
     with open_regular(path) as file:
-        content = b"" if path.name.startswith(_EVENTS) else file.read(MOST + 1)
-        if max(len(content), path.stat().st_size) > MOST:
-            raise ValueError(f"it has more than {MOST >> 20} MiB")
-    lines = [
-        line[:MOST_LINE] for line in content.decode("utf-8-sig", "replace").splitlines()
-    ]
-    if path.name.startswith(_EVENTS):
+        content = b"" if is_events else file.read(MOST + 1)
+    if max(len(content), path.stat().st_size) > MOST:
+        raise ValueError(f"it has more than {MOST >> 20} MiB")
+    if is_events:
         _read_events(path, columns)
-    for row in _rows([line for line in lines if line.strip()], path.stem):
-        _add(columns, row)
-
-
-def _rows(lines: list[str], stem: str) -> Iterator[dict[str, Any]]:
-    """The rows of a text file of any kind; ``stem`` names a CSV's column Value."""
-    first = next(iter(lines), "")
-    names = [name.strip().lower() for name in next(csv.reader([first]), [])]
-    if first.lstrip().startswith("{"):
-        yield from _objects(lines)
-    elif set(STEPS) & set(names):
-        for row in csv.DictReader(lines):  # TensorBoard's download has one column Value
-            yield {stem if name == "Value" else name: row[name] for name in row}
-    else:
-        for line in lines:
-            if match := _TRAIN.search(line):
-                yield {"step": match[1], match[2]: match[3]}
-            elif match := _EVALUATED.search(line):
-                name = f"{match[3]} validation{match[1]}"
-                yield {"step": match[2], name: match[4]}
-
-
-def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of JSON lines, or of the quickstart's ``{"curve": {name: [[step, loss],
-    ...]}}``.
-    """
-    try:
-        whole = json.loads("\n".join(lines))
-    except json.JSONDecodeError:
-        whole = {}
-    curves = whole.get("curve") if isinstance(whole, dict) else None
-    if isinstance(curves, dict):
-        for name, points in curves.items():
-            for point in points if isinstance(points, list) else []:
-                if not (isinstance(point, list) and len(point) == 2):
-                    raise ValueError(f"curve {name!r} has a point {str(point)[:60]!r}")
-                yield {"step": point[0], name: point[1]}
-        return
-    for number, line in enumerate(lines, 1):
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"line {number} is no object")
-        yield row
-
-
-def _add(columns: Columns, row: Mapping[Any, Any]) -> None:
-    """Add the numbers of a row; an empty cell and a text are none, since not all rows
-    have all.
-    """
-    by_name = {str(name).strip().lower(): value for name, value in row.items()}
-    step = _number(next((by_name[name] for name in STEPS if name in by_name), None))
-    for name, cell in row.items():
-        value = _number(cell)
-        is_loss = isinstance(name, str) and name.strip().lower() not in STEPS
-        if is_loss and step is not None and value is not None:
-            columns.setdefault(name.strip(), []).append((step, value))
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    for line in content.decode("utf-8", "replace").splitlines():
+        if match := _TRAIN.search(line[:MOST_LINE]):
+            step, name, loss = match.groups()
+        elif match := _EVALUATED.search(line[:MOST_LINE]):
+            which, step, name, loss = match.groups()
+            name = f"{name} validation{which}"
+        else:
+            continue
+        columns.setdefault(name, []).append((float(step), float(loss)))
 
 
 def _read_events(path: Path, columns: Columns) -> None:

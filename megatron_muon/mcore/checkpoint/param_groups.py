@@ -39,7 +39,7 @@ _PREFERRED = (
 
 # No bit of a run or of its checkpoint depends on these themselves. Where they change
 # another setting's default, the record has that setting's value.
-_OTHERS = ("nonfinite_limit", "log_interval", "log_file", "preset")
+_OTHERS = ("nonfinite_limit", "log_interval", "preset")
 
 # Settings that another optimizer's checkpoint does not say, and their values then.
 _UNSAID = {

@@ -1,5 +1,4 @@
-"""The rows of a record, and the one message in which a logging step adds up their
-numbers.
+"""The rows of a logging step, and the one message in which it adds up their sums.
 
 A row is a kind of matrix in a layer. The experts of a layer share a row, and so do the
 heads of a weight. Every number is a sum beside the count that divides it: so replicas,
@@ -62,9 +61,9 @@ def row_name(name: str) -> str:
 def muon_rows(
     matrices: Iterable[Matrix], numerics: Numerics
 ) -> dict[str, dict[str, float]]:
-    """What the first line of a run says of each row of a stage's matrices.
+    """``elements`` and ``promised_rms`` of each row of a stage's matrices.
 
-    ``promised_rms`` is the root mean square of an update per unit of lr if directions
+    The latter is the root mean square of an update per unit of lr if directions
     are orthogonal, in the mean of the row; the rule hyperball promises none, since no
     radius is known yet, and rules that adapt a direction have no ``update_rms``.
     """
@@ -82,7 +81,7 @@ def muon_rows(
             squares += matrix.numel * scale**2 / max(matrix.whole)
             rule = row_of(config.rule)
             promises &= bool(rule.scales) and not rule.adapts
-        rows[name] = {"elements": elements, "matrices": len(alike)}
+        rows[name] = {"elements": elements}
         if promises:
             rows[name]["promised_rms"] = math.sqrt(squares / elements)
     return rows
@@ -94,10 +93,7 @@ class Table:
     ``adapts``: the rule's updates are not the directions that are observed.
     """
 
-    def __init__(
-        self, stages: Sequence[Mapping[str, Any]], ranks: int, *, adapts: bool
-    ) -> None:
-        self.ranks = ranks
+    def __init__(self, stages: Sequence[Mapping[str, Any]], *, adapts: bool) -> None:
         self.adapts = adapts
         self.names: dict[str, list[str]] = {}
         # the place of each sum in the message, by its kind, row and name
@@ -108,7 +104,7 @@ class Table:
             self.names[kind] = list(dict.fromkeys(rows))
             for row, name in product(self.names[kind], sums):
                 self.places[kind, row, name] = len(self.places)
-        self.about: dict[str, Any] = {}
+        self.about: dict[str, dict[str, float]] = {}
         for stage in stages:
             self.about |= stage["muon"]
 

@@ -1,21 +1,21 @@
-"""Warnings about a run from its records; each names a heading of the troubleshooting
-page.
+"""Warnings about a run from the numbers of its logging steps; each names a heading of
+the troubleshooting page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from statistics import median
 
 from megatron_muon.console import first_names
-from megatron_muon.mcore.watching.record import Record
-from megatron_muon.mcore.watching.rows import SUMS
+from megatron_muon.mcore.watching.numbers import StepNumbers
 
 # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
 LOW, HIGH = (0.5, 1.25)
-GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
+GROWTH = 2.0  # of a layer's output, from the second quarter of the steps to the last
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
-FEWEST = 8  # records in which growth can be seen
+FEWEST = 8  # logging steps in which growth can be seen
 MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
 # Headings of the page.
 _SPIKES = "Loss spikes"
@@ -26,34 +26,40 @@ LOGIT = 100.0  # Kimi K2's threshold, where the run clips no logits
 
 
 class Warnings:
-    """The warnings of one run, in bounded memory; ``start`` is its first record."""
+    """The warnings of one run, in bounded memory.
 
-    def __init__(self, start: Record) -> None:
-        self._threshold = start["logit_threshold"] or LOGIT
-        self._promised = {
-            row: about.get("promised_rms") for row, about in start["rows"].items()
-        }
+    ``logit_threshold`` is that of the run's clip, if any; ``about`` says of Muon's rows
+    what ``muon_rows`` does.
+    """
+
+    def __init__(
+        self,
+        logit_threshold: float | None,
+        about: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        self._threshold = logit_threshold or LOGIT
+        self._promised = {row: each.get("promised_rms") for row, each in about.items()}
         self._off: set[str] = set()  # rows whose last update was off its promise
         self._outputs: dict[str, list[float]] = {}
-        self._active: set[str] = set()  # warnings of the record before
+        self._active: set[str] = set()  # warnings of the logging step before
 
-    def of(self, record: Record) -> list[str]:
-        """The warnings of one more record of a step; one that stays true comes once."""
+    def of(self, step: int, numbers: StepNumbers) -> list[str]:
+        """The warnings of one more logging step; one that stays true comes once."""
         logits = f"attention logits above {self._threshold:g}"
         rules = (
-            (_SPIKES, "not finite in the last step", _not_finite(record)),
+            (_SPIKES, "not finite in the last step", _not_finite(numbers)),
             (
                 _OFF,
                 "updates are off their promised size, as a share of it",
-                self._sizes(record),
+                self._sizes(numbers),
             ),
             (
                 _EXPERTS,
                 "matrices without a gradient in the last step",
-                _without_gradient(record),
+                _without_gradient(numbers),
             ),
-            (_GROW, "outputs of layers grow", self._growing_outputs(record)),
-            (_SPIKES, logits, self._logits(record)),
+            (_GROW, "outputs of layers grow", self._growing_outputs(step, numbers)),
+            (_SPIKES, logits, self._logits(numbers)),
         )
         named = [(see, text, list(rows)) for see, text, rows in rules]
         before = self._active
@@ -64,49 +70,50 @@ class Warnings:
             if rows and text not in before
         ]
 
-    def _sizes(self, record: Record) -> Iterator[str]:
-        """Rows that are off in two successive records."""
+    def _sizes(self, step: StepNumbers) -> Iterator[str]:
+        """Rows that are off in two successive logging steps."""
         before, self._off = self._off, set()
-        for row, numbers in record.get("muon", {}).items():
+        for row, numbers in step.get("muon", {}).items():
             promised = self._promised.get(row)
-            update = numbers.get("update_rms")
-            ratio = update / promised if promised and update is not None else 1.0
-            if not LOW <= ratio <= HIGH:
+            update = numbers.get("update_rms", math.nan)
+            ratio = update / promised if promised else math.nan
+            if math.isfinite(ratio) and not LOW <= ratio <= HIGH:
                 self._off.add(row)
                 if row in before:
                     yield f"{row} {ratio:.2f}"
 
-    def _growing_outputs(self, record: Record) -> Iterator[str]:
-        for row, numbers in record.get("layers", {}).items():
+    def _growing_outputs(self, number: int, step: StepNumbers) -> Iterator[str]:
+        for row, numbers in step.get("layers", {}).items():
             values = self._outputs.setdefault(row, [])
-            if numbers["output_rms"] is not None:
+            if math.isfinite(numbers["output_rms"]):
                 values.append(numbers["output_rms"])
             if len(values) > MOST:
                 del values[::2]
             quarter = len(values) // 4
-            if record["step"] < SETTLED or len(values) < FEWEST:
+            if number < SETTLED or len(values) < FEWEST:
                 continue
             before = median(values[quarter : 2 * quarter])
             now = median(values[-quarter:])
             if before > 0 and now > GROWTH * before:
                 yield f"{row} {now / before:.1f} times"
 
-    def _logits(self, record: Record) -> Iterator[str]:
-        for row, numbers in record.get("logits", {}).items():
-            value = numbers["max_logit"]
-            if value is not None and value > self._threshold:
-                yield f"{row} {value:.4g}"
+    def _logits(self, step: StepNumbers) -> Iterator[str]:
+        for row, numbers in step.get("logits", {}).items():
+            if numbers["max_logit"] > self._threshold:
+                yield f"{row} {numbers['max_logit']:.4g}"
 
 
-def _not_finite(record: Record) -> Iterator[str]:
-    for kind in SUMS:
-        for row, numbers in record.get(kind, {}).items():
+def _not_finite(step: StepNumbers) -> Iterator[str]:
+    for rows in step.values():
+        for row, numbers in rows.items():
             yield from (
-                f"{name} of {row}" for name, value in numbers.items() if value is None
+                f"{name} of {row}"
+                for name, value in numbers.items()
+                if not math.isfinite(value)
             )
 
 
-def _without_gradient(record: Record) -> Iterator[str]:
-    for row, numbers in record.get("muon", {}).items():
-        if numbers["moved"] is not None and numbers["moved"] < 1.0:
+def _without_gradient(step: StepNumbers) -> Iterator[str]:
+    for row, numbers in step.get("muon", {}).items():
+        if numbers["moved"] < 1.0:
             yield f"{row} {1 - numbers['moved']:.0%}"

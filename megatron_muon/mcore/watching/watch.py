@@ -1,10 +1,9 @@
-"""Logging steps of a chain of optimizers: what is observed, added up once, and
-written.
+"""Logging steps of a chain of optimizers: what is observed, added up once, and written
+to Megatron's writers and the log.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,33 +17,27 @@ from megatron_muon.console import say
 from megatron_muon.mcore.host.loop import host
 from megatron_muon.mcore.host.process_groups import Chunks, Stage
 from megatron_muon.mcore.host.shards import owned_shards
-from megatron_muon.mcore.routing.param_routing import (
-    GROUP_SETTINGS,
-    LR_MULTIPLIER,
-    layers,
-    weights,
-)
+from megatron_muon.mcore.routing.param_routing import layers, weights
 from megatron_muon.mcore.watching.forward import (
     LayerOutputs,
     clip_threshold,
     kept_logits,
 )
-from megatron_muon.mcore.watching.observer import MatrixObserver
-from megatron_muon.mcore.watching.record import (
-    Lines,
+from megatron_muon.mcore.watching.numbers import (
+    StepNumbers,
+    ranges,
     scalars,
-    start_record,
-    step_record,
+    step_numbers,
 )
+from megatron_muon.mcore.watching.observer import MatrixObserver
 from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
 from megatron_muon.mcore.watching.warnings import Warnings
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.states import MAIN_KEY
-from megatron_muon.settings.config import MuonConfig, named
+from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.rules import row_of
-from megatron_muon.version import __version__
 
 
 class Watch:
@@ -52,8 +45,6 @@ class Watch:
 
     The group's ranks step together; None is the world. Its last rank writes, as in
     Megatron.
-
-    An OSError of the rank that writes is a RuntimeError on the others.
     """
 
     def __init__(
@@ -64,7 +55,7 @@ class Watch:
         stage: Stage,
         group: Group | None,
     ) -> None:
-        assert config.log_interval is not None and config.log_file is not None
+        assert config.log_interval is not None
         self._dist_opts = dist_opts
         self._group = group
         self._stage = stage
@@ -77,17 +68,16 @@ class Watch:
         self._outputs = LayerOutputs(self._layers)
         self._outputs.expect(True)  # the number of the first step is not known yet
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
-        self._threshold = clip_threshold(model_chunks, config.qk_clip)
         own = together(self._rows_of_stage, group, stage.device)
         ranks = collectives.all_gather_json(own, group)
         adapts = any(row_of(rule).adapts for rule in config.rules)
-        self._table = Table(list(filter(None, ranks)), len(ranks), adapts=adapts)
-        writes = dist.get_rank(group) == dist.get_world_size(group) - 1
-        path = config.log_file
-        self._lines = together(
-            lambda: _lines(path) if writes else None, group, stage.device
+        self._table = Table(list(filter(None, ranks)), adapts=adapts)
+        self._writes = dist.get_rank(group) == dist.get_world_size(group) - 1
+        self._warnings = Warnings(
+            clip_threshold(model_chunks, config.qk_clip), self._table.about
         )
-        self._warnings: Warnings | None = None  # from the first record on
+        # of the last step: the sums, and the largest logits, over all ranks
+        self._sums: tuple[Tensor, Tensor] | None = None
 
     def _rows_of_stage(self) -> dict[str, Any]:
         """The rows of a stage, which its first rank sends to all others; else empty."""
@@ -109,6 +99,7 @@ class Watch:
         """Around a step of the chain; every rank of the group enters it."""
         number = self._number()
         self._steps += 1
+        self._sums = None
         try:
             if number % self._interval == 0:
                 message = self._observed()
@@ -125,10 +116,18 @@ class Watch:
             raise
         self._outputs.expect((number + 1) % self._interval == 0)
 
+    def numbers(self) -> dict[str, float]:
+        """The last step's numbers by TensorBoard's names; empty if it did not log.
+
+        A GPU's sums are waited for.
+        """
+        return scalars(self._step_numbers())
+
     def skip(self) -> None:
         """A step is skipped: forget its forward passes. It has a number only if the
         loop numbers the steps.
         """
+        self._sums = None
         following = self._number() + (host().step() is not None)
         self._outputs.expect(following % self._interval == 0)
 
@@ -160,11 +159,9 @@ class Watch:
     def _log(self, message: Message, number: int) -> None:
         total = message.total()
         collectives.add_up("muon/watch", total, self._group)
-        maxima = self._largest_logits()
-        if self._lines is not None:
-            _, error = attempt(
-                lambda: self._write(total.tolist(), maxima.tolist(), number)
-            )
+        self._sums = total, self._largest_logits()
+        if self._writes:
+            _, error = attempt(lambda: self._write(number))
             if error is not None:  # a full disk does not stop a run
                 text = f"{type(error).__name__}: {error}"
                 say(f"[megatron_muon] step {number} is not logged: {text}")
@@ -183,48 +180,15 @@ class Watch:
             collectives.max_over("muon/watch", maxima, self._group)
         return maxima
 
-    def _write(
-        self, totals: Sequence[float], maxima: Sequence[float], number: int
-    ) -> None:
-        lines = self._lines
-        now = round(time.time(), 3)
-        assert lines is not None
-        if self._warnings is None:
-            start = start_record(
-                self._table,
-                version=__version__,
-                time=now,
-                interval=self._interval,
-                logit_threshold=self._threshold,
-            )
-            lines.append(start)
-            self._warnings = Warnings(start)
-        # new objects after each load
-        groups = self._dist_opts[0].optimizer.param_groups
-        lr = {"lr": float(_of_run(groups)["lr"])} if groups else {}
-        record = step_record(self._table, totals, maxima, step=number, time=now, **lr)
-        lines.append(record)
-        for text in self._warnings.of(record):
+    def _step_numbers(self) -> StepNumbers:
+        if self._sums is None:
+            return {}
+        totals, maxima = self._sums
+        return step_numbers(self._table, totals.tolist(), maxima.tolist())
+
+    def _write(self, number: int) -> None:
+        numbers = self._step_numbers()
+        say(f"[megatron_muon] step {number}: {ranges(numbers)}")
+        for text in self._warnings.of(number, numbers):
             say(f"[megatron_muon] step {number}: warning: {text}")
-        host().write(number, dict(scalars(record)))
-
-
-def _of_run(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The group whose rate is the run's: it has none of its own."""
-    own = "is_decoupled_lr", LR_MULTIPLIER, GROUP_SETTINGS
-    usual = [
-        group
-        for group in groups
-        if group.get("default_config", True) and not any(map(group.get, own))
-    ]
-    return (usual or groups)[0]
-
-
-def _lines(path: str) -> Lines:
-    try:
-        return Lines(path)
-    except OSError as error:
-        raise OSError(
-            f"{named('log_file')} {path}: {error}: give a path that the last rank can "
-            "write"
-        ) from error
+        host().write(number, scalars(numbers))

@@ -19,6 +19,7 @@ from megatron_muon.mcore.host.shards import device_of
 from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
 from megatron_muon.mcore.wiring import start
 from megatron_muon.mcore.wiring.build import make_muons
+from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.wiring.validate import agree, fields_set, refuse, routes
 from megatron_muon.presence import SeamError
@@ -81,6 +82,13 @@ def meter(optimizer: Any) -> Meter:
         for field in fields(Meter)
     }
     return Meter(**{**sums, "steps": max(m.steps for m in meters)})
+
+
+def numbers(optimizer: Any) -> dict[str, float]:
+    """``megatron_muon.numbers``."""
+    if not isinstance(optimizer, MuonChainedOptimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not Muon's: it has no numbers")
+    return {} if optimizer.watch is None else optimizer.watch.numbers()
 
 
 def _get_megatron_optimizer(

@@ -10,11 +10,22 @@ import pytest
 from megatron_muon.lab.commands import main
 
 
+def line(step: int, loss: float) -> str:
+    """A line of Megatron's log."""
+    return f" iteration {step}/ 200 | learning rate: 1.0 | lm loss: {loss:.6E} | x: 1 |"
+
+
+def validated(step: int, loss: float) -> str:
+    return f" validation loss at iteration {step} | lm loss value: {loss:.6E} |"
+
+
 def run_of(tmp_path: Path, name: str, scale: float, steps: int = 200) -> str:
-    """A quickstart's JSON whose losses are 1 + (t / scale)^-0.5."""
-    train = [[t, 1 + (t / scale) ** -0.5] for t in range(1, steps + 1)]
-    path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps({"curve": {"train": train, "validation": train[9::10]}}))
+    """A log of Megatron's whose losses are 1 + (t / scale)^-0.5."""
+    losses = {t: 1 + (t / scale) ** -0.5 for t in range(1, steps + 1)}
+    lines = [line(*point) for point in losses.items()]
+    lines += [validated(t, loss) for t, loss in losses.items() if t % 10 == 0]
+    path = tmp_path / f"{name}.log"
+    path.write_text("\n".join(lines))
     return str(path)
 
 
@@ -56,22 +67,15 @@ def test_a_run_that_needs_half_the_steps(
 def test_runs_without_a_common_loss_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.jsonl").write_text('{"step": 1, "lm loss": 2.0}\n')
-    (tmp_path / "b.jsonl").write_text(
-        '{"step": 1, "eval/loss": 2.0, "\\u001b[31m": 1}\n'
-    )
-    assert main(["curves", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 1
+    bad = "\x1b[31m"
+    (tmp_path / "a.log").write_text(line(1, 2.0).replace("lm loss", f"{bad}lm loss"))
+    (tmp_path / "b.log").write_text(validated(1, 2.0))
+    logs = [str(tmp_path / name) for name in ("a.log", "b.log")]
+    assert main(["curves", *logs]) == 1
     error = capsys.readouterr().err
     assert "no kind of loss is in all files (a: train; b: validation)" in error
-    assert main(["curves", str(tmp_path / "a.jsonl"), str(tmp_path / "none")]) == 1
+    assert main(["curves", logs[0], str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
-    assert main(
-        [
-            "curves",
-            "--tag",
-            "train=x",
-            *[str(tmp_path / f"{name}.jsonl") for name in "ba"],
-        ]
-    )
+    assert main(["curves", "--tag", "train=x", *logs])
     error = capsys.readouterr().err
-    assert "it has no 'x', but 'eval/loss'" in error and "\x1b" not in error
+    assert "it has no 'x', but '" in error and "\x1b" not in error

@@ -24,9 +24,7 @@ from support.ranks import error_of, run
 from support.settings import OTHERS
 
 # What both ranks ask for, where it is not that rank 1 alone asks for another value.
-LOG = {"log_interval": 2, "log_file": "a"}
-BOTH = {"log_interval": [{}, LOG], "log_file": [LOG, {**LOG, "log_file": "b"}]}
-BOTH["block_lr_mult"] = [{"full_period": 5}, {"full_period": 5, "block_lr_mult": 0.5}]
+BOTH = {"block_lr_mult": [{"full_period": 5}, {"full_period": 5, "block_lr_mult": 0.5}]}
 BOTH["momentum_start"] = [
     {"momentum_warmup": 3},
     {"momentum_warmup": 3, "momentum_start": 0.5},

@@ -39,7 +39,7 @@ from support.models.gpt import (
     truth,
 )
 from support.ranks import run
-from support.runs.watching import records, watched
+from support.runs.watching import logged
 from support.runs.whole import differences, whole
 
 PLAIN = Case()
@@ -250,10 +250,8 @@ def test_it_is_watched_sealed_and_inspected(
 ) -> None:
     """A logging step changes no bit; a load of what the digest is of has all bits."""
     topology, folder = Topology(tp=2, **SP), tmp_path / "saved"
-    seen = trained(watched(case, tmp_path / "lines"), topology)
-    assert differences(trained(case, topology), seen) == [] and records(
-        tmp_path / "lines"
-    )
+    seen, steps = logged(case, topology)
+    assert differences(trained(case, topology), seen) == [] and all(steps)
     folder.mkdir()
     (format, *_), size = formats(), topology.world_size
     before = run(sealing.saved, size, case, topology, format, str(folder))

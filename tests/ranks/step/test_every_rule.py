@@ -27,7 +27,7 @@ from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
 from support.runs.cases import lr_at, muon_weights
 from support.runs.own_rules import HERE
-from support.runs.watching import records, watched
+from support.runs.watching import having, logged, promised
 
 RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
 CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
@@ -333,27 +333,23 @@ def test_radii_that_are_none_are_refused_before_anything_is_loaded(saved: Any) -
         assert "the checkpoint's radii of the rule hyperball are not positive" in text
 
 
-def test_a_record_has_updates_of_the_radii(tmp_path: Path) -> None:
+def test_numbers_have_updates_of_the_radii() -> None:
     """W's RMS, times 0.75 to 0.95 or so of an orthogonal direction's."""
-    trained(watched(CASE, tmp_path / "lines"), Topology(tp=2, dp=2))
-    begin, *steps = records(tmp_path / "lines")
-    assert all("promised_rms" not in row for row in begin["rows"].values())
-    for record in steps:
-        for numbers in record["muon"].values():
+    topology = Topology(tp=2, dp=2)
+    assert promised(CASE, topology) == {}
+    for rows in logged(CASE, topology)[1]:
+        for numbers in having(rows, "momentum_norm").values():
             assert 0.5 < numbers["update_rms"] / numbers["weight_rms"] < 1.25
 
 
 @pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo", SEVERAL])
-def test_a_record_has_updates_where_they_are_the_directions(
-    rule: str, tmp_path: Path
-) -> None:
+def test_numbers_have_updates_where_they_are_the_directions(rule: str) -> None:
     case = replace(_by(rule, CASE), steps=2)
-    trained(watched(case, tmp_path / "lines"), Topology())
-    begin, *steps = records(tmp_path / "lines")
-    promised = {row for row, about in begin["rows"].items() if "promised_rms" in about}
+    steps = [having(rows, "momentum_norm") for rows in logged(case, Topology())[1]]
     if rule == SEVERAL:  # those of normuon and muon
-        assert promised == {row for row in begin["rows"] if "linear_fc" in row}
-    for numbers in (row for record in steps for row in record["muon"].values()):
+        rows = {row for row in steps[0] if "linear_fc" in row}
+        assert promised(case, Topology()).keys() == rows
+    for numbers in (row for rows in steps for row in rows.values()):
         if rule == "normuon":
             assert numbers["update_rms"] == pytest.approx(0.2, rel=1e-4)
             assert numbers["cosine"] > 0

@@ -8,7 +8,6 @@ them here.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from support.models.gpt import each_chunk
 from support.ranks import run
 from support.runs.cases import GROUPS, Case, Topology
 from support.runs.training import MODEL, said, spread, train
-from support.runs.watching import records
+from support.runs.watching import by_row, having, watched
 
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 13),
@@ -32,11 +31,10 @@ LAST = ["decoder.final_layernorm", "output_layer"]
 RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
 
 
-def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:
+def _train(model: Case, topology: Topology, interval: int = 1) -> dict[str, Any]:
     """What ``train`` returns, in a run that logs; each forward pass's outputs, and the
     largest logits of this rank's heads.
     """
-    settings = (("log_interval", interval), ("log_file", path))
     outputs: dict[str, list[float]] = {}
     attentions: list[Any] = []
 
@@ -54,7 +52,7 @@ def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[st
             module.register_forward_hook(_keep(outputs.setdefault(row, [])))
 
     with each_chunk(watch):
-        trained = train(replace(model, muon=settings), topology)
+        trained = train(watched(model, interval), topology)
     heads = [attention.current_max_attn_logits.tolist() for attention in attentions]
     return {**trained, "outputs": outputs, "heads": heads}
 
@@ -83,35 +81,31 @@ def _keep_logits(core: Any) -> None:
     core.scale_mask_softmax.register_forward_pre_hook(before_softmax)
 
 
-def _logits(path: Path) -> dict[str, float]:
+def _logits(held: dict[str, Any]) -> dict[str, float]:
     """Of the last step."""
-    return {
-        row: numbers["max_logit"]
-        for row, numbers in records(path)[-1]["logits"].items()
-    }
+    return _of_rows(held["numbers"][-1], "max_logit")
 
 
-def _logged(path: Path) -> list[dict[str, float]]:
-    return [
-        {row: numbers["output_rms"] for row, numbers in line["layers"].items()}
-        for line in records(path)
-        if line["kind"] == "step"
-    ]
+def _logged(held: dict[str, Any]) -> list[dict[str, float]]:
+    """Of the logging steps."""
+    return [_of_rows(step, "output_rms") for step in held["numbers"] if step]
+
+
+def _of_rows(numbers: dict[str, float], name: str) -> dict[str, float]:
+    found = having(by_row(numbers), name)
+    return {row: numbers[name] for row, numbers in found.items()}
 
 
 @pytest.fixture(scope="module")
-def alone(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[list[dict[str, float]], dict[str, float]]:
-    path = tmp_path_factory.mktemp("alone") / "lines.jsonl"
-    (held,) = run(_train, 1, DENSE, Topology(), str(path), 1)
-    logged = _logged(path)
+def alone() -> tuple[list[dict[str, float]], dict[str, float]]:
+    (held,) = run(_train, 1, DENSE, Topology())
+    logged = _logged(held)
     rows = [*(f"decoder.layers.{layer}" for layer in range(DENSE.layers)), *LAST]
-    assert [list(each) for each in logged] == [rows] * DENSE.steps
+    assert [set(each) for each in logged] == [set(rows)] * DENSE.steps
     for row, squares in held["outputs"].items():
         passes = torch.tensor(squares).view(DENSE.steps, -1).mean(1).sqrt().tolist()
         assert [rows[row] for rows in logged] == pytest.approx(passes, rel=1e-5)
-    logits = _logits(path)
+    logits = _logits(held)
     names = [f"decoder.layers.{layer}.self_attention" for layer in range(DENSE.layers)]
     assert list(logits) == [
         f"{name}[group {group}]" for name in names for group in range(GROUPS)
@@ -123,24 +117,32 @@ def alone(
 
 @pytest.mark.parametrize(("model", "topology"), RUNS, ids=said)
 def test_outputs_and_logits_are_those_of_one_process(
-    model: Case, topology: Topology, alone: Any, tmp_path: Path
+    model: Case, topology: Topology, alone: Any
 ) -> None:
-    path = tmp_path / "lines.jsonl"
-    run(_train, topology.world_size, model, topology, str(path), 1)
+    held, *_ = run(_train, topology.world_size, model, topology)
     outputs, logits = alone
-    assert _logits(path) == pytest.approx(logits, rel=1e-3)
-    for here, there in zip(_logged(path), outputs, strict=True):
+    assert _logits(held) == pytest.approx(logits, rel=1e-3)
+    for here, there in zip(_logged(held), outputs, strict=True):
         assert here == pytest.approx(there, rel=1e-3)
 
 
-def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
+def _train_with_overflow(at: int, numbered: bool) -> dict[str, Any]:
     """``_train`` of 6 steps, of which number ``at`` is skipped: a gradient is not
     finite. Numbered steps have the numbers of a loop, which counts the skipped one,
-    too.
+    too. ``written`` has the numbers of the steps that were written.
     """
     from megatron_muon.mcore.host.loop import NO_HOST, Host, set_host
 
     begun: list[str] = []
+    written: list[int] = []
+
+    class Loop(Host):
+        def step(self) -> int | None:
+            return len(begun) if numbered else None
+
+        def write(self, step: int, scalars: Any) -> None:
+            written.append(step)
+
     real = pipeline_parallel.get_forward_backward_func
 
     def forward_backward(**given: Any) -> Any:
@@ -151,13 +153,10 @@ def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
         return result
 
     pipeline_parallel.get_forward_backward_func = lambda: forward_backward
-    if numbered:
-        host = Host()
-        host.step = lambda: len(begun)  # type: ignore[method-assign]
-        set_host(host)
+    set_host(Loop())
     try:
         model = replace(DENSE, fp16=True, steps=6)
-        return _train(model, Topology(), path, 2)
+        return {**_train(model, Topology(), 2), "written": written}
     finally:
         pipeline_parallel.get_forward_backward_func = real
         set_host(NO_HOST)
@@ -170,16 +169,16 @@ SKIPPED = [(5, True, [2, 4, 6], [2, 4, 6]), (4, False, [2, 4], [2, 5])]
 
 @pytest.mark.parametrize(("at", "numbered", "numbers", "times"), SKIPPED)
 def test_a_skipped_steps_outputs_are_forgotten(
-    at: int, numbered: bool, numbers: list[int], times: list[int], tmp_path: Path
+    at: int, numbered: bool, numbers: list[int], times: list[int]
 ) -> None:
-    path = tmp_path / "lines.jsonl"
-    (held,) = run(_train_with_overflow, 1, str(path), at, numbered)
+    (held,) = run(_train_with_overflow, 1, at, numbered)
     assert [step for step, ok in enumerate(held["ok"], 1) if not ok] == [at]
-    assert [line["step"] for line in records(path)[1:]] == numbers
+    assert [step for step, log in enumerate(held["numbers"], 1) if log] == times
+    assert held["written"] == numbers
     squares = (
         torch.tensor(held["outputs"]["decoder.layers.0"]).view(6, -1).mean(1).sqrt()
     )
-    logged = [rows["decoder.layers.0"] for rows in _logged(path)]
+    logged = [rows["decoder.layers.0"] for rows in _logged(held)]
     assert logged == pytest.approx(
         [float(squares[step - 1]) for step in times], rel=1e-3
     )

@@ -4,17 +4,26 @@ too.
 
 from __future__ import annotations
 
-import json
+import errno
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.models.gpt import Case, Topology, start, take_step, trained, truth
+from megatron_muon import numbers
+from megatron_muon.mcore.host.loop import NO_HOST, Host, set_host
+from support.models.gpt import (
+    Case,
+    Topology,
+    printed_by,
+    start,
+    stepped,
+    take_step,
+    truth,
+)
 from support.ranks import error_of, run
-from support.runs.watching import records, watched
+from support.runs.watching import logged, watched
 from support.runs.whole import differences
 
 BF16 = Case()
@@ -30,13 +39,11 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("case", "topology"), RUNS, ids=str)
-def test_logging_changes_no_bit(case: Case, topology: Topology, tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    logged = trained(watched(case, path), topology)
-    assert differences(truth(case), logged) == []
-    lines = records(path)
-    taken = sum(not case.overflows(step) for step in range(case.steps))
-    assert [line["kind"] for line in lines] == ["start", *["step"] * taken]
+def test_logging_changes_no_bit(case: Case, topology: Topology) -> None:
+    seen, steps = logged(case, topology)
+    assert differences(truth(case), seen) == []
+    taken = [not case.overflows(step) for step in range(case.steps)]
+    assert [bool(rows) for rows in steps] == taken
 
 
 def _hooks(case: Case) -> list[Any]:
@@ -57,46 +64,69 @@ def _forward_hooks(chunks: list[Any]) -> int:
     return sum(len(m._forward_hooks) for chunk in chunks for m in chunk.modules())
 
 
-def test_hooks_are_in_the_model_before_a_logging_step_only(tmp_path: Path) -> None:
+def test_hooks_are_in_the_model_before_a_logging_step_only() -> None:
     case = replace(BF16, steps=6)
     for counts, off, _ in run(_hooks, 2, case):
         assert off and counts == [0] * 7
-    for counts, off, same in run(_hooks, 2, watched(case, tmp_path / "lines", 3)):
+    for counts, off, same in run(_hooks, 2, watched(case, 3)):
         assert not off and same
         # two layers, the final norm, the logits; the first step's number is not known
         assert counts == [4, 0, 4, 0, 0, 4, 0]
 
 
-def _log(path: str, stop: int) -> None:
-    built = start(watched(replace(BF16, steps=stop), Path(path)), Topology(dp=2))
-    for step in range(stop):
-        take_step(built, step)
+def _kept(case: Case) -> list[Any]:
+    """Each step's numbers here, what was written of them, and what was printed."""
+    written: list[tuple[int, Any]] = []
+
+    class Kept(Host):
+        def write(self, step: int, scalars: Any) -> None:
+            written.append((step, scalars))
+
+    set_host(Kept())
+    try:
+        built, printed = printed_by(lambda: stepped(case, Topology(dp=2)))
+    finally:
+        set_host(NO_HOST)
+    return [built.log["numbers"], written, printed]
 
 
-def test_a_second_run_appends_to_the_same_file(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "lines.jsonl"
-    run(_log, 2, str(path), 1)
-    with path.open("ab") as file:
-        file.write(b'{"kind":"st')  # killed in the middle of a line
-    run(_log, 2, str(path), 2)
-    *lines, last = path.read_text().split("\n")
-    assert last == "" and lines[2] == '{"kind":"st'
-    kinds = [json.loads(line)["kind"] for line in lines if line != lines[2]]
-    assert kinds == ["start", "step", "start", "step", "step"]
-
-
-def _refused(path: str) -> str:
-    return error_of(lambda: start(watched(BF16, Path(path)), Topology(dp=2)))
-
-
-def test_a_file_that_cannot_be_written_stops_all_ranks_before_the_first_step(
-    tmp_path: Path,
-) -> None:
-    other, writer = run(_refused, 2, str(tmp_path))  # a folder
-    assert (
-        writer.startswith("OSError: log_file (--muon-log-file)")
-        and str(tmp_path) in writer
+def test_all_ranks_have_a_steps_numbers_and_the_last_one_writes_them() -> None:
+    """To the loop's writers by name, and their ranges to the log."""
+    (numbers, none, silent), (same, written, printed) = run(
+        _kept, 2, watched(replace(BF16, steps=5), 2)
     )
-    assert (
-        other.startswith("RuntimeError: rank 1 stopped") and "--muon-log-file" in other
-    )
+    assert numbers == same and [bool(step) for step in numbers] == [0, 1, 0, 1, 0]
+    assert written == [(2, numbers[1]), (4, numbers[3])] and none == []
+    updates = [v for k, v in numbers[1].items() if k.startswith("muon_update_rms/")]
+    line = f"step 2: update_rms {min(updates):.3g} to {max(updates):.3g}, weight_rms "
+    assert len(updates) > 4 and f"[megatron_muon] {line}" in printed
+    assert "update_rms" not in silent
+
+
+def _without_numbers() -> list[Any]:
+    built = stepped(replace(BF16, steps=1), Topology())
+    adamw = start(replace(BF16, optimizer="adam"), Topology())
+    return [numbers(built.optimizer), error_of(lambda: numbers(adamw.optimizer))]
+
+
+def test_a_run_that_does_not_log_has_no_numbers_and_adamw_is_refused() -> None:
+    ((none, text),) = run(_without_numbers, 1)
+    assert none == {} and text.startswith("TypeError: ") and "is not Muon's" in text
+
+
+def _full_disk(case: Case) -> str:
+    class Full(Host):
+        def write(self, step: int, scalars: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    set_host(Full())
+    try:
+        return printed_by(lambda: stepped(case, Topology()))[1]
+    finally:
+        set_host(NO_HOST)
+
+
+def test_a_disk_that_is_full_does_not_stop_a_run() -> None:
+    (text,) = run(_full_disk, 1, watched(replace(BF16, steps=2)))
+    for step in (1, 2):
+        assert f"step {step} is not logged: OSError: [Errno 28] No space" in text

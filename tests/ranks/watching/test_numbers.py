@@ -1,4 +1,4 @@
-"""Each number of a record is that of the whole matrices, in float64 on one process.
+"""Each number of a step is that of the whole matrices, in float64 on one process.
 
 The same runs hold that logging changes no bit.
 """
@@ -9,8 +9,6 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,16 +20,14 @@ from support.models.gpt import (
     muon_weights,
     printed_by,
     train,
-    trained,
     truth,
 )
 from support.ranks import run
 from support.runs.cases import whole_grad
-from support.runs.watching import records, watched
+from support.runs.watching import Rows, having, logged, promised, watched
 from support.runs.whole import differences
 
 Tensor = torch.Tensor
-Numbers = dict[str, dict[str, float]]
 FP32 = Case(bf16=False, steps=2, muon=(("ns_dtype", "fp32"),))
 MOE = replace(FP32, moe=True)
 SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
@@ -50,15 +46,15 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("case", "topology"), RUNS, ids=str)
-def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    assert differences(truth(case), trained(watched(case, path), topology)) == []
-    start, *steps = records(path)
+def test_numbers_of_matrices(case: Case, topology: Topology) -> None:
+    seen, steps = logged(case, topology)
+    assert differences(truth(case), seen) == [] and len(steps) == case.steps
     rough = 3e-2 if case.bf16 else 2e-4  # of a direction; bf16 rounds in Newton-Schulz
-    for step, record in enumerate(steps):
+    for step, rows in enumerate(steps):
         expected = expected_numbers(case, step)
-        assert record["muon"].keys() == expected.keys()
-        for row, numbers in record["muon"].items():
+        found = having(rows, "momentum_norm")
+        assert found.keys() == expected.keys()
+        for row, numbers in found.items():
             assert numbers.keys() == expected[row].keys()
             for name, value in expected[row].items():
                 allowed = rough if name in DIRECTIONS else 1e-2 * case.bf16 + 1e-5
@@ -67,10 +63,7 @@ def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> 
                     row,
                     name,
                 )
-    promised = {row: about["promised_rms"] for row, about in start["rows"].items()}
-    assert len(steps) == case.steps and promised == pytest.approx(
-        _promised(case), rel=1e-5
-    )
+    assert promised(case, topology) == pytest.approx(_promised(case), rel=1e-5)
 
 
 def printed(case: Case, topology: Topology) -> str:
@@ -78,10 +71,8 @@ def printed(case: Case, topology: Topology) -> str:
     return printed_by(lambda: train(case, topology))[1]
 
 
-def test_the_rank_that_writes_warns_of_an_expert_without_tokens(tmp_path: Path) -> None:
-    case = watched(
-        replace(MOE, zero_grads=("*.local_experts.3.*",)), tmp_path / "lines.jsonl"
-    )
+def test_the_rank_that_writes_warns_of_an_expert_without_tokens() -> None:
+    case = watched(replace(MOE, zero_grads=("*.local_experts.3.*",)))
     *others, last = run(printed, 2, case, Topology(dp=2))
     warned = [
         line for line in last.splitlines() if "matrices without a gradient" in line
@@ -95,23 +86,15 @@ def test_the_rank_that_writes_warns_of_an_expert_without_tokens(tmp_path: Path) 
 DIRECTIONS = {"update_rms", "cosine"}
 
 
-def logged(case: Case, topology: Topology, path: Path) -> list[Any]:
-    """The records of a run."""
-    trained(watched(case, path), topology)
-    return records(path)
-
-
-def test_a_promise_is_that_of_the_matrix(tmp_path: Path) -> None:
+def test_a_promise_is_that_of_the_matrix() -> None:
     table = ("by_pattern", ("*.linear_fc1.*:rms=0.4",))
     case = replace(FP32, steps=1, muon=(*FP32.muon, table))
-    start, _ = logged(case, Topology(), tmp_path / "lines")
-    for row, about in start["rows"].items():
-        promised = 0.4 if "linear_fc1" in row else 0.2
-        assert about["promised_rms"] == pytest.approx(promised)
+    for row, rms in promised(case, Topology()).items():
+        assert rms == pytest.approx(0.4 if "linear_fc1" in row else 0.2)
 
 
 @cache
-def expected_numbers(case: Case, step: int) -> Numbers:
+def expected_numbers(case: Case, step: int) -> Rows:
     """From whole weights before the step, and whole gradients and momenta."""
     before = truth(replace(case, steps=step))["main"]
     momenta = truth(replace(case, steps=step + 1))["exp_avg"]
@@ -126,7 +109,7 @@ def expected_numbers(case: Case, step: int) -> Numbers:
 
 
 def _matrices(case: Case, name: str, weight: Tensor) -> list[tuple[str, list[int]]]:
-    """``(row of the record, rows of the weight)`` of each of its matrices."""
+    """``(row, rows of the weight)`` of each of its matrices."""
     row = name.removesuffix(".weight")
     is_split = "splits" in dict(case.muon)
     if row.endswith("linear_qkv"):
@@ -197,15 +180,16 @@ def _promised(case: Case) -> dict[str, float]:
     }
 
 
-def test_adamws_parameters_are_written(tmp_path: Path) -> None:
-    _, first, *_ = logged(FP32, Topology(2, 1, 2), tmp_path / "lines.jsonl")
+def test_adamws_parameters_have_numbers() -> None:
+    _, (first, *_) = logged(FP32, Topology(2, 1, 2))
+    adamws = having(first, "gradient_rms")
     before = truth(replace(FP32, steps=0))["main"]
     names = {
         name.removesuffix(".weight"): name
         for name in before.keys() - muon_weights(FP32)
     }
-    assert first["adamw"].keys() == names.keys()
-    for row, numbers in first["adamw"].items():
+    assert adamws.keys() == names.keys()
+    for row, numbers in adamws.items():
         weight = before[names[row]].double()
         gradient = whole_grad(FP32, names[row], tuple(weight.shape), 0).double()
         assert numbers["weight_rms"] == pytest.approx(_rms(weight), rel=1e-5)

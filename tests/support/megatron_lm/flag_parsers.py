@@ -200,14 +200,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
     "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
     "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
-    "log-interval": (
-        ["--muon-log-interval", "100", "--muon-log-file", "lines.jsonl"],
-        {"log_interval": 100, "log_file": "lines.jsonl"},
-    ),
-    "log-file": (
-        ["--muon-log-file", "lines.jsonl", "--muon-log-interval", "1"],
-        {"log_interval": 1, "log_file": "lines.jsonl"},
-    ),
+    "log-interval": (["--muon-log-interval", "100"], {"log_interval": 100}),
     "from-adamw": (["--muon-from-adamw", "momentum"], {}),
     "moonlight": (["--muon-defaults", "moonlight"], {}),
     "backend": (["--muon-backend", "plugin"], {}),

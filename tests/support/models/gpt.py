@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon import MuonConfig
+from megatron_muon import MuonConfig, numbers
 from support.installed import installed, lacks
 from support.models.gpt_model import (
     UNUSED,
@@ -252,6 +252,8 @@ def take_step(
     ok, norm, _ = built.optimizer.step()
     assert ok is not built.case.overflows(step), f"step {step}: successful is {ok}"
     built.log.setdefault("norms", []).append(float(norm) if ok else None)
+    if "log_interval" in dict(built.case.muon):
+        built.log.setdefault("numbers", []).append(numbers(built.optimizer))
     after()
     if built.topology.overlap and built.case.fp8 == "mxfp8":
         _gather_through_gradients(built)

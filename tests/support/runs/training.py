@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon import numbers
 from support.installed import lacks
 from support.models.gpt import Built, held, start
 from support.ranks import run
@@ -204,6 +205,8 @@ def _trained_here(case: Case, topology: Topology) -> dict[str, Any]:
         log["scales"].append(float(optimizer.get_loss_scale()))
         ok, norm, _ = optimizer.step()
         log["ok"].append(ok)
+        if "log_interval" in dict(case.muon):
+            log.setdefault("numbers", []).append(numbers(optimizer))
         log["norms"].append(norm)
         log["losses"].append(
             torch.stack([o["loss"] for o in out]).mean().item() if out else None

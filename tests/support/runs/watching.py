@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from support.runs.cases import Case
+import pytest
+
+from support.installed import lacks
+from support.models.gpt import start, train
+from support.ranks import run
+from support.runs.cases import Case, Topology
+from support.runs.whole import Whole, whole
+
+Rows = dict[str, dict[str, float]]  # numbers of a step by row and name
 
 
-def watched(case: Case, path: Path, interval: int = 1) -> Case:
+def watched(case: Case, interval: int = 1) -> Case:
     """The case with a logging step every ``interval`` steps."""
-    settings = (("log_interval", interval), ("log_file", str(path)))
-    return replace(case, muon=(*case.muon, *settings))
+    return replace(case, muon=(*case.muon, ("log_interval", interval)))
 
 
-def records(path: Path) -> list[Any]:
-    """What a run has logged."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def by_row(numbers: Mapping[str, float]) -> Rows:
+    """A step's numbers, ``muon_NUMBER/ROW``, by row."""
+    rows: Rows = defaultdict(dict)
+    for tag, value in numbers.items():
+        name, _, row = tag.removeprefix("muon_").partition("/")
+        rows[row][name] = value
+    return dict(rows)
+
+
+def having(rows: Rows, name: str) -> Rows:
+    """The rows that have a number: ``momentum_norm`` those of Muon's matrices,
+    ``gradient_rms`` AdamW's, ``output_rms`` layers, ``max_logit`` attentions.
+    """
+    return {row: numbers for row, numbers in rows.items() if name in numbers}
+
+
+def logged(case: Case, topology: Topology) -> tuple[Whole, list[Rows]]:
+    """What a run that logs each step holds at its end, and the numbers of its steps,
+    the same on all ranks.
+    """
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    ranks = run(train, topology.world_size, watched(case), topology)
+    numbers = ranks[0]["log"]["numbers"]
+    assert all(rank["log"]["numbers"] == numbers for rank in ranks)
+    return whole(ranks), [by_row(step) for step in numbers]
+
+
+def promised(case: Case, topology: Topology) -> dict[str, float]:
+    """Root mean squares of rows' updates, per unit of lr, if directions are
+    orthogonal.
+    """
+    about: Any = run(_about, topology.world_size, watched(case), topology)[0]
+    return {
+        row: said["promised_rms"]
+        for row, said in about.items()
+        if "promised_rms" in said
+    }
+
+
+def _about(case: Case, topology: Topology) -> Any:
+    return start(case, topology).optimizer.watch._table.about

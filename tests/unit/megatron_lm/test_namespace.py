@@ -139,9 +139,7 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
     expected |= {"muon_link_gbytes"} if config.link_gbytes is None else set()
     expected |= {"muon_split_matrices"} if config.split_matrices is None else set()
-    expected |= (
-        {"muon_log_interval", "muon_log_file"} if config.log_interval is None else set()
-    )
+    expected |= {"muon_log_interval"} if config.log_interval is None else set()
     expected |= (
         {"muon_qk_clip", "muon_qk_clip_alpha"} if config.qk_clip is None else set()
     )

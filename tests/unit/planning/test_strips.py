@@ -207,7 +207,6 @@ ENDS: list[Any] = [
 ]
 ENDS += [10**400, -(10**400), math.inf, math.nan]
 BESIDE: dict[str, dict[str, Any]] = {
-    "log_interval": {"log_file": "x"},
     "qk_clip_alpha": {"qk_clip": 100.0},
     "radii": {"rule": "hyperball"},
     "moment2_beta2": {"rule": "normuon"},

@@ -4,6 +4,7 @@ well.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,22 +20,21 @@ ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 def warned(
     change: Callable[[int], dict[str, Any]] = lambda number: {}, steps: int = 20
 ) -> list[str]:
-    """All warnings of a run that is well, but for ``change`` of its records."""
-    run = Warnings({"logit_threshold": None, "rows": {ROW: {"promised_rms": 0.2}}})
+    """All warnings of a run that is well, but for ``change`` of its steps."""
+    run = Warnings(None, {ROW: {"promised_rms": 0.2}})
     texts = []
     for number in range(1, steps + 1):
-        record = {
-            "step": 100 * number,
+        numbers = {
             "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
             "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
             "logits": {f"{LAYER}.self_attention": {"max_logit": 40.0}},
             **change(number),
         }
-        texts += run.of(record)
+        texts += run.of(100 * number, numbers)
     return texts
 
 
-def muon(**numbers: float | None) -> dict[str, Any]:
+def muon(**numbers: float) -> dict[str, Any]:
     return {"muon": {ROW: {"update_rms": 0.17, "moved": 1.0, **numbers}}}
 
 
@@ -48,7 +48,7 @@ SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
         f"promised size.* {ROW} 1.50",
     ),
     "nan": (
-        lambda: warned(lambda step: muon(cosine=None)),
+        lambda: warned(lambda step: muon(cosine=math.nan)),
         f"not finite .*cosine of {ROW}",
     ),
     "idle": (
@@ -91,5 +91,5 @@ def test_a_warning_is_repeated_if_its_cause_returns() -> None:
     assert len(often) == 5
 
 
-def test_one_bad_record_gives_no_warning() -> None:
+def test_one_bad_step_gives_no_warning() -> None:
     assert warned(lambda step: muon(update_rms=0.05 if step == 9 else 0.17)) == []
