@@ -89,11 +89,21 @@ def test_a_mutant_is_noticed(mutant: str, case: Case) -> None:
         assert (names(wrong), names(wrong, "exp_avg")) == (main, momenta)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"cautious": False}, {"opposed": lambda w, direction: w * direction > 0}],
+    ids=["decay of all", "decay of the others"],
+)
+def test_mutants_of_cautious_decay_are_noticed(changes: dict[str, Any]) -> None:
+    found = compare(CASES["cautious-decay"], Topology(2, 2, 2), **changes)
+    assert names(found) == MATRICES and names(found, "exp_avg") == set()
+
+
 class _Growing(dict[Any, Any]):
-    """Radii that are a thousandth too large."""
+    """Radii that are a hundred-thousandth too large."""
 
     def setdefault(self, key: Any, radius: Any = None) -> Any:
-        return super().setdefault(key, 1.001 * radius)
+        return super().setdefault(key, (1 + 1e-5) * radius)
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,43 @@ def exact(value: Tensor) -> Tensor:
     return value
 
 
+def exact_norm(x: Tensor, way: int) -> Tensor:
+    """‖x‖. Tests put another in its place, which a sum in fp32 has made larger (``way``
+    1) or smaller (-1): the way in which a step's errors add up.
+    """
+    return x.norm()
+
+
+@dataclass(frozen=True)
+class Decay:
+    """What the decay of a matrix takes from each weight in one step, if it does; it
+    does where direction and weight do not have opposite signs.
+    """
+
+    name: str
+    rows: Sequence[int] | int
+    direction: Tensor
+    size: Tensor
+
+
 def newton_schulz(
     u: Tensor,
     steps: int = 5,
     rounded: Callable[[Tensor], Tensor] = exact,
     product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
     coefficients: Sequence[tuple[float, float, float]] = ((3.4445, -4.7750, 2.0315),),
+    norm: Callable[[Tensor, int], Tensor] = exact_norm,
 ) -> Tensor:
     """Approximate U Vᵀ of ``u`` = U S Vᵀ, shape [rows, cols], in the dtype of ``u``.
 
     ``coefficients`` are those of each step; the last one's stay.
     """
-    norm = u.norm()
-    if norm == 0:
+    length = norm(u, -1)
+    if length == 0:
         return torch.zeros_like(u)
     tall = u.shape[0] > u.shape[1]
     x = rounded(u.T if tall else u)
-    x = rounded(x / norm)
+    x = rounded(x / length)
     for step in range(steps):
         a, b, c = coefficients[min(step, len(coefficients) - 1)]
         gram = rounded(product(x, x.T))
@@ -108,12 +128,15 @@ class Oracle:
     is_muon: Callable[[str, Tensor], bool] = is_muon
     orthogonalize: Callable[[Tensor, int], Tensor] = newton_schulz
     rounded: Callable[[Tensor], Tensor] = exact
+    norm: Callable[[Tensor, int], Tensor] = exact_norm
     momentum: dict[str, Tensor] = field(default_factory=dict)
     second: dict[str, Tensor] = field(default_factory=dict)
     # what a decay of lr · λ is multiplied by: 1 / the largest rate, if independent
     decay_factor: Callable[[str], float] = lambda name: 1.0
     update_norm: bool = False  # eq. 6
     cautious: bool = False  # arXiv 2510.12402
+    opposed: Callable[[Tensor, Tensor], Tensor] = lambda w, direction: w * direction < 0
+    decays: list[Decay] = field(default_factory=list)  # of cautious decay, in order
     hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
     radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     second_moment: str = ""  # a rule's name
@@ -162,17 +185,21 @@ class Oracle:
             if self.second_moment == "normuon":
                 direction = self._normuon((name, number), direction)
             if self.hyperball:
-                radius = self.radii.setdefault((name, number), w[rows].norm())
-                length = r(direction.norm())
+                radius = self.norm(w[rows], 1)
+                radius = self.radii.setdefault((name, number), radius)
+                length = r(self.norm(direction, -1))
                 step = r(direction / length) if length > 0 else direction
                 moved = r(w[rows] - r(lr * radius * step))
-                w[rows] = r(radius * r(moved / r(moved.norm())))
+                w[rows] = r(radius * r(moved / r(self.norm(moved, -1))))
                 continue
             if self.cautious:
-                opposed = before[rows] * direction < 0
+                opposed = self.opposed(before[rows], direction)
+                size = (before[rows] - w[rows]).abs()
+                self.decays.append(Decay(name, rows, direction, size))
                 w[rows] = torch.where(opposed, before[rows], w[rows])
             if self.update_norm and direction.norm() > 0:
-                root_mean = r(direction.norm()) / math.sqrt(direction.numel())
+                length = r(self.norm(direction, -1))
+                root_mean = length / math.sqrt(direction.numel())
                 size = self.scale_size(name, *direction.shape)
                 direction = r(direction / root_mean) / math.sqrt(size)
             scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
@@ -186,17 +213,18 @@ class Oracle:
         after = self.beta2 * before + (1 - self.beta2) * mean
         self.moments[unit] = after
         made = direction / (after.sqrt() + self.eps2)
-        return self.rounded(made * math.sqrt(min(rows, cols)) / made.norm())
+        length = self.norm(made, -1)
+        return self.rounded(made * math.sqrt(min(rows, cols)) / length)
 
     def _namo(self, unit: tuple[str, int], g: Tensor, u: Tensor) -> Tensor:
         """NAMO (arXiv 2602.17080, algorithm 1), with the sum u in place of a mean."""
         taken = len(self.norms)
         before = self.moments.get(unit, torch.zeros((), dtype=g.dtype))
-        v = self.beta2 * before + (1 - self.beta2) * g.square().sum()
+        v = self.beta2 * before + (1 - self.beta2) * self.norm(g, -1).square()
         self.moments[unit] = v
         # Nesterov's sum has the weights of one more step
         power = taken + 1 if self.nesterov else taken
-        mean = (1 - self.mu) * u.norm() / (1 - self.mu**power)
+        mean = (1 - self.mu) * self.norm(u, 1) / (1 - self.mu**power)
         return self.rounded(
             math.sqrt(1 - self.beta2**taken) * mean / (v.sqrt() + self.eps2)
         )

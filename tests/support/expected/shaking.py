@@ -4,6 +4,7 @@ roundings.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -45,15 +46,25 @@ def shaken_product(generator: torch.Generator, x: Tensor, y: Tensor) -> Tensor:
     return sign.mul_(bound).add_(exact)
 
 
+def moved_norm(x: Tensor, way: int) -> Tensor:
+    """‖x‖ with the error of a sum in fp32: see ``oracle_cases``."""
+    roundings = 2.5 + math.sqrt(x.numel() / 3) / 8
+    return x.norm() * (1 + way * roundings * UNIT["fp32"])
+
+
 def all_shaken(ns_dtype: str, seed: int) -> dict[str, Any]:
     """Fields of an oracle that shake each of its roundings, by ``ns_dtype`` in
     Newton-Schulz.
     """
     generator = torch.Generator().manual_seed(seed)
-    inside = {"rounded": partial(shaken, UNIT[ns_dtype], generator)}
+    inside: dict[str, Any] = {"rounded": partial(shaken, UNIT[ns_dtype], generator)}
     inside["product"] = partial(shaken_product, generator)
-    rounded = partial(shaken, UNIT["fp32"], generator)
-    return {"orthogonalize": partial(newton_schulz, **inside), "rounded": rounded}
+    inside["norm"] = moved_norm
+    return {
+        "orthogonalize": partial(newton_schulz, **inside),
+        "rounded": partial(shaken, UNIT["fp32"], generator),
+        "norm": moved_norm,
+    }
 
 
 def sizes(deviation: Tensor) -> tuple[float, float]:
