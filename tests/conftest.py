@@ -1,5 +1,5 @@
 """Same start for every test: tests/ importable by the rank workers, fixed seeds, one
-thread.
+thread, or MEGATRON_MUON_THREADS.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ import torch  # noqa: E402
 import typing_override  # noqa: E402, F401
 from hypothesis import settings  # noqa: E402
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("MEGATRON_MUON_THREADS", "1")))
 # A slow or busy machine is no failure; the whole suite has its own limit.
 settings.register_profile("megatron_muon", deadline=None)
 settings.load_profile("megatron_muon")

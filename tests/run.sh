@@ -3,6 +3,8 @@
 # with the megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of
 # cores.txt. `bash tests/run.sh lab` runs the others: of commands, at models' real sizes, and on the
 # virtual GPU. `bash tests/run.sh te` runs the lines of te.txt, over Transformer Engine's Python.
+# `bash tests/run.sh kernels` runs those of training that compare numbers once by each of five kinds of
+# kernels, whose roundings differ; `bash tests/run.sh kernels MKL_CBWR=COMPATIBLE` by one kind.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
 # Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
@@ -95,6 +97,22 @@ over_cores() { # what needs another core: two side by side, whose ranks wait les
     return "$failed"
 }
 
+by_kernels() { # by_kernels VARIABLE=VALUE ...: the tests of NUMBERS by the kernels that each asks for
+    local kernels output failed=0
+    output="$(mktemp)"
+    local -x OMP_WAIT_POLICY=passive # a thread that waits leaves its core to other ranks
+    for kernels in "$@"; do
+        {
+            echo "tests: $kernels"
+            export "${kernels?}"
+            run "" -q "${SIDE_BY_SIDE[@]}" "${NUMBERS[@]}"
+        } | tee -a "$output" || failed=1
+    done
+    grep -E '^tests: |[0-9] (passed|failed).* in ' "$output"
+    rm "$output"
+    return "$failed"
+}
+
 one_after_another() { # lines of CORE TESTS from the input, also after one that fails
     local core tests failed=0
     while read -r core tests; do
@@ -115,10 +133,19 @@ export OMP_NUM_THREADS=1
 SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 LAB=(tests/models tests/gpu tests/megatron_lm/test_{compare,ladder}.py tests/ranks/test_pricing_processes.py
     tests/cli/{accept,bench,curves,inspect,plan,routes,trace} tests/cli/test_{arguments,doctor,interrupts}.py)
+# Tests that compare a result with an expected one, or with that of another topology.
+NUMBERS=(tests/ranks/{results,step,watching,cpu} tests/ranks/test_{grad_norm,counted_once}.py
+    tests/unit/orthogonalize)
+KERNELS=(MEGATRON_MUON_THREADS={1,2} ATEN_CPU_CAPABILITY={default,avx2} MKL_CBWR=COMPATIBLE)
 if [[ $* == --mass ]]; then # size and style of code and documents beside a table of sizes
     PYTHONPATH="tests:${PYTHONPATH:-}" exec "$VENV/bin/python" -m support.mass
 elif [[ $* == te ]]; then
     over_te
+    exit
+elif [[ ${1:-} == kernels ]]; then
+    shift
+    (($#)) || set -- "${KERNELS[@]}"
+    by_kernels "$@"
     exit
 elif [[ $* == lab ]]; then
     run "" "${SIDE_BY_SIDE[@]}" "${LAB[@]}"

@@ -145,7 +145,7 @@ def _call(task: Task) -> Any:
 
     sys.path[:] = task.sys_path
     os.chdir(task.cwd)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("MEGATRON_MUON_THREADS", "1")))
     random.seed(0)
     torch.manual_seed(0)
     os.environ |= {
