@@ -224,9 +224,9 @@ def _orthogonalize_into(
         # A norm's sums go by the order in memory, and TP's parts lie one after another.
         in_rows = first.view(source.dtype)
         like_source(in_rows).copy_(source)
-        norms = enter(first, first, in_rows, moves, products, numerics)
+        norms = enter(first, first, in_rows, moves, products)
     else:
-        norms = enter(first, into, source, moves, products, numerics)
+        norms = enter(first, into, source, moves, products)
     x = _iterated(iteration, first, parts, products, second)
     if soundness is not None:
         soundness.norms.append(norms)

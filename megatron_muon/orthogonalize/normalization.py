@@ -1,32 +1,22 @@
 """X = U/‖U‖: how a matrix enters Newton-Schulz, of any scale.
 
 Squares of entries of any scale leave fp32's range. So a power of two below the largest
-entry is divided out before they are added, which rounds nothing. Torch's operations
-find that entry in a pass of their own, and divide in another: 12 bytes per element of
-16 bits. With triton two kernels read 6 (``normalization_kernels``). The two differ in
-the order of the norm's sums only.
+entry is divided out before they are added, which rounds nothing. Finding that entry and
+dividing by it take a pass each: 12 bytes per element of 16 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, scale_of
-from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.triton_operations import (
-    define,
-    launching_beside,
-    takes_kernels,
-)
+from megatron_muon.orthogonalize.matmul import Products
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number
-_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def enter(
@@ -35,7 +25,6 @@ def enter(
     source: Tensor,
     moves: Tensor | None,
     products: Products,
-    numerics: Numerics,
 ) -> Tensor:
     """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products
     hold them.
@@ -58,20 +47,15 @@ def enter(
             x.copy_(whole if products.scale == 1.0 else whole.mul_(products.scale))
         )
         return norms
-    if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, numerics):
-        norm = enter_by_kernels(into, source, moves, products.scale)
-    else:
-        norm = enter_by_torch(into, source, moves, products.scale)
+    norm = _enter_on_gpu(into, source, moves, products.scale)
     products.rounded(x)
     return norm
 
 
-def enter_by_torch(
+def _enter_on_gpu(
     into: Tensor, source: Tensor, moves: Tensor | None, scale: float
 ) -> Tensor:
-    """``enter`` by torch's operations, with a norm of ``scale``; ``source`` is
-    overwritten.
-    """
+    """``enter`` with a norm of ``scale``; ``source`` is overwritten."""
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
     source.div_(power_of_two(largest))
@@ -84,31 +68,6 @@ def enter_by_torch(
         has_direction &= moves.view(norm.shape)
     torch.div(source, torch.where(has_direction, norm, math.inf), out=into)
     return norm.view(-1)
-
-
-def enter_by_kernels(
-    into: Tensor, source: Tensor, moves: Tensor | None, scale: float
-) -> Tensor:
-    """``enter`` by triton's kernels; see ``enter_by_torch``.
-
-    Each row of the divisors, ``(k, 2)`` fp32, has a power of two and the norm in units
-    of it. The norm is infinite where the matrix is zero or does not move, NaN where an
-    entry is not finite.
-    """
-    source = _in_five_dims(source)
-    into = _in_five_dims(into)
-    divisors: Tensor = torch.ops.megatron_muon.divisors(source, moves, 1.0 / scale)
-    torch.ops.megatron_muon.divide(source, into, divisors)
-    return divisors[:, 1]
-
-
-def _in_five_dims(x: Tensor) -> Tensor:
-    """As ``(k, rows, blocks, parts, width)``, of which blocks or both may be
-    missing.
-    """
-    while x.dim() < 5:
-        x = x.unsqueeze(2)
-    return x
 
 
 def power_of_two(largest: Tensor) -> Tensor:
@@ -176,62 +135,3 @@ def largest_of(line: Tensor) -> Tensor:
 def is_cpu(device: torch.device) -> bool:
     """Whether matrices go the way of a CPU."""
     return device.type == "cpu"
-
-
-# --- the kernels ----------------------------------------------------------------------
-
-
-def _divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
-    from megatron_muon.orthogonalize.normalization_kernels import launch_norms
-
-    with launching_beside(source):
-        return launch_norms(source, moves, scale)
-
-
-def _divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
-    from megatron_muon.orthogonalize.normalization_kernels import launch_divide
-
-    with launching_beside(source):
-        launch_divide(source, into, divisors)
-
-
-define(
-    "divisors(Tensor source, Tensor? moves, float scale) -> Tensor",
-    _divisors,
-    lambda source, *_: source.new_empty((source.size(0), 2), dtype=torch.float32),
-)
-define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
-
-
-def trial_widths(widths: Iterable[int]) -> list[int]:
-    """Widths of trial matrices that together use every kernel variant that ``widths``
-    use.
-
-    A tile has 1,024 columns, or fewer where a matrix has. One matrix whose rows are no
-    multiples of 8 elements may put the others off 16 bytes.
-    """
-    every = {min(width, 1032 - 2 * bool(width % 8)) for width in widths}
-    if any(width % 8 for width in every):
-        every |= {width - 1 for width in every if width % 8 == 0}
-    return sorted(every)
-
-
-def trial(
-    device: torch.device, numerics: Numerics, cols: int = 1030, *, by_kernels: bool
-) -> Tensor:
-    """Matrices over their norms, of several tiles; their sums are exact in any order.
-
-    Of four matrices the second has a scale whose squares are none of fp32, the third is
-    zero, and the fourth does not move.
-    """
-    rows = 20
-    numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)
-    scales = torch.tensor([1.0, 2.0**100, 0.0, 1.0], dtype=torch.float64)
-    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols)
-    source = source.to(device, TORCH_DTYPE[numerics.travels])
-    into = torch.empty_like(source, dtype=TORCH_DTYPE[numerics.dtype])
-    moves = torch.tensor([True, True, True, False], device=device)
-    (enter_by_kernels if by_kernels else enter_by_torch)(
-        into, source, moves, scale_of(numerics.dtype)
-    )
-    return into

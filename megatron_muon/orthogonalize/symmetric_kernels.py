@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_muon.orthogonalize.normalization_kernels import eights
-
 # Rows and columns of a tile, inner elements that are multiplied at a time, and rows of
 # tiles whose programs start together, so that their operands are still in the L2 cache.
 TILE, INNER, GROUP = 128, 64, 8
@@ -42,6 +40,14 @@ _ARGUMENTS = [
     "out_matrix",
     "out_row",
 ]
+
+
+@triton.jit
+def eights(x, EIGHTS: tl.constexpr):
+    """``x``; with EIGHTS the compiler sees that it is a multiple of 8."""
+    if EIGHTS:
+        x = x // 8 * 8
+    return x
 
 
 @triton.jit

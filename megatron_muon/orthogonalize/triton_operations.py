@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.numerics import Numerics
-
 _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -39,14 +37,6 @@ def launching_beside(tensor: Tensor) -> AbstractContextManager[None]:
     launches.
     """
     return torch.cuda.device(tensor.get_device() if tensor.is_cuda else -1)
-
-
-def takes_kernels(device: torch.device, numerics: Numerics) -> bool:
-    """Whether triton's kernels do what is not a product; else torch's operations do
-    it.
-    """
-    wanted = numerics.config.elementwise == "auto"
-    return wanted and device.type == "cuda" and has_triton()
 
 
 @cache

@@ -194,7 +194,7 @@ def computing_line(
     Args:
         numerics: of the run.
         products: the library that makes the symmetric products.
-        elementwise: the kernels of momentum, norm and update.
+        elementwise: the kernels of momentum and update.
         in_batches: whether matrices of one shape are orthogonalized together
             (``ns_batch``).
     """
@@ -217,7 +217,7 @@ def computing_line(
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
         f"{dtype}, iteration {_iteration(numerics)}; symmetric products: {products}"
-        f"{batches}; momentum, norm and update: {elementwise}"
+        f"{batches}; momentum and update: {elementwise}"
     )
 
 

@@ -170,13 +170,6 @@ class Parameter:
         """The number of column ranges that TP cuts each matrix into."""
         return len(self.blocks) if self.partition_dim == 1 else 1
 
-    @property
-    def widths(self) -> set[int]:
-        """Columns of its matrices' parts and blocks: what lies together in a staged
-        row.
-        """
-        return {m.cols // (self.column_parts * m.column_blocks) for m in self.matrices}
-
     def part_of(self, matrix: MatrixShape) -> str:
         """What is in brackets behind its name in that of a matrix in it, or of a TP
         slice of one; else empty.

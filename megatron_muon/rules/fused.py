@@ -15,21 +15,17 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.orthogonalize import normalization
+from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.orthogonalize.triton_operations import (
-    define,
-    launching_beside,
-    takes_kernels,
-)
+from megatron_muon.orthogonalize.triton_operations import define, launching_beside
 from megatron_muon.rules.muon import Foreach
 from megatron_muon.settings.config import named
 from megatron_muon.settings.rules import row_of
@@ -301,7 +297,9 @@ def elementwise_on(device: torch.device, numerics: Numerics) -> Callable[[], For
     """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else
     ``Foreach``.
     """
-    return Fused if takes_kernels(device, numerics) else Foreach
+    wanted = numerics.config.elementwise == "auto"
+    takes_kernels = wanted and device.type == "cuda" and triton_operations.has_triton()
+    return Fused if takes_kernels else Foreach
 
 
 def describe_elementwise(device: torch.device, numerics: Numerics) -> str:
@@ -312,17 +310,12 @@ def describe_elementwise(device: torch.device, numerics: Numerics) -> str:
     return "torch's foreach" + (", since triton is not installed" if missing else "")
 
 
-def try_elementwise(
-    device: torch.device, numerics: Numerics, widths: Collection[int] = ()
-) -> None:
+def try_elementwise(device: torch.device, numerics: Numerics) -> None:
     """Compile the fused kernels, where they would be used, and compare them with
     foreach.
 
     All variants that a step launches are made here, so that none is compiled within the
     step, where a rank that cannot would leave others waiting.
-
-    Args:
-        widths: columns, of one part and one block, of the matrices of the stage.
 
     Raises:
         RuntimeError: they do not compile or run, or make other bits; names the way out.
@@ -330,19 +323,19 @@ def try_elementwise(
     if elementwise_on(device, numerics) is Foreach:
         return
     try:
-        made = _patiently(lambda: trial(Fused(), device, numerics, widths))
-        expected = trial(Foreach(), device, numerics, widths)
+        made = _patiently(lambda: trial(Fused(), device, numerics))
+        expected = trial(Foreach(), device, numerics)
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
-            "the fused kernels of momentum, norm and update do not run: "
+            "the fused kernels of momentum and update do not run: "
             f"{type(error).__name__}: {error}. Install a release of triton that fits "
             "this GPU and torch, and a C compiler, set TRITON_CACHE_DIR to a folder on "
             f"the node's own disk, or {_WAY_OUT}"
         ) from error
     if differ:
         raise RuntimeError(
-            "the fused kernels of momentum, norm and update round otherwise than "
+            "the fused kernels of momentum and update round otherwise than "
             "torch's operations here, so that results would depend on them: "
             f"{_WAY_OUT}. Please report it"
         )
@@ -363,20 +356,14 @@ def _patiently(work: Callable[[], T]) -> T:
     return work()
 
 
-def trial(
-    kind: Foreach,
-    device: torch.device,
-    numerics: Numerics,
-    widths: Collection[int] = (),
-) -> list[Tensor]:
+def trial(kind: Foreach, device: torch.device, numerics: Numerics) -> list[Tensor]:
     """All results of two steps, with slices at odd offsets, whole blocks and a gradient
     of zeros.
 
     Gradients are in fp32 in the first and in bf16 in the second. Directions are in the
     dtype that travels in the first and in fp16 in the second, in which that of a slice
     is not finite. Rules with a second moment of each element, whose directions are
-    fp32, have a third. The last results are those of ``normalization.trial``, for each
-    of its widths.
+    fp32, have a third.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
@@ -409,9 +396,4 @@ def trial(
             [0.0, 1e-3, 0.1, 0.0],
             cautious=numerics.config.cautious_decay,
         )
-    by_kernels = isinstance(kind, Fused)
-    norms = [
-        normalization.trial(device, numerics, width, by_kernels=by_kernels)
-        for width in normalization.trial_widths(widths or [1030])
-    ]
-    return [values[0], values[2], sent, moves, *norms]
+    return [values[0], values[2], sent, moves]

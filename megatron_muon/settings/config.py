@@ -119,9 +119,9 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         ns_batch: Most matrices of one shape that a GPU orthogonalizes at once. None: as
             many as 1.5 times the largest matrix's memory holds, or 512 MiB if that is
             more. Default: None.
-        elementwise: Kernels of momentum, norm and update on a GPU. auto: fused ones
-            where triton is installed. foreach: torch's operations, if the fused ones
-            fail their check at start. Default: 'auto'.
+        elementwise: Kernels of momentum and update on a GPU. auto: fused ones where
+            triton is installed. foreach: torch's operations, if the fused ones fail
+            their check at start. Default: 'auto'.
         symmetric_products: Who makes the products of Newton-Schulz whose result is
             symmetric, on a GPU in bf16 or fp16. auto: quack-kernels where it is
             installed (Hopper and newer), else torch. triton: a kernel of this package,

@@ -273,10 +273,9 @@ class UpdateSettings:
     elementwise: ElementwiseBy = row(
         "auto",
         "--muon-elementwise",
-        "Kernels of momentum, norm and update on a GPU. auto: fused ones where triton "
-        "is installed. foreach: torch's operations, if the fused ones fail their check "
-        "at start. Both give the same bits, but for the order in which a norm's "
-        "squares are added.",
+        "Kernels of momentum and update on a GPU. auto: fused ones where triton is "
+        "installed. foreach: torch's operations, if the fused ones fail their check at "
+        "start. Both give the same bits.",
         kinds.choice(get_args(ElementwiseBy)),
     )
     symmetric_products: SymmetricProducts = row(

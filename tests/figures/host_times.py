@@ -32,8 +32,7 @@ import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon.lab.bench.step.meter import StepTimers
 from megatron_muon.lab.routes.model_flags import muon_settings
 from megatron_muon.mcore.wiring import build
-from megatron_muon.orthogonalize import normalization
-from megatron_muon.rules import fused
+from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.runtime.patches import replaced
 from support.installed import installed
 from support.virtual_gpu import megatron
@@ -97,8 +96,7 @@ def on_meta() -> Iterator[None]:
             (torch, {name: made(getattr(torch, name)) for name in ("tensor", "zeros")}),
             (dist, {"all_gather_object": same, "batch_isend_irecv": lambda _: work}),
             (torch.utils.dlpack, {"from_dlpack": lambda x: x}),
-            (normalization, {"takes_kernels": lambda *_: True}),
-            (fused, {"takes_kernels": lambda *_: True}),
+            (triton_operations, {"has_triton": lambda: True}),
             (build, {"try_elementwise": lambda *_: None}),
         ):
             stack.enter_context(replaced(owner, **changes))

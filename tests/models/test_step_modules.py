@@ -27,7 +27,7 @@ RUNS = (
     ),
 )
 # Sources that a GPU compiles; the virtual one does not launch them.
-KERNELS = {"orthogonalize/normalization_kernels.py", "rules/fused_kernels.py"}
+KERNELS = {"rules/fused_kernels.py"}
 # Of the virtual GPU: an Adam in place of Transformer Engine's, and what it puts into
 # torch.
 STAND_INS = {"cpu/fused_adam.py", "runtime/patches.py"}

@@ -227,7 +227,6 @@ def test_each_room_imports_only_what_it_is_for() -> None:
             if root == "triton":
                 kernels = (
                     "rules.fused_kernels",
-                    "orthogonalize.normalization_kernels",
                     "orthogonalize.symmetric_kernels",
                 )
                 assert module in kernels, f"{path} imports {name}"

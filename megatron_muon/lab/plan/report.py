@@ -34,8 +34,9 @@ ASSUMPTIONS = (
     "a product takes whole waves of tiles of cuBLAS on Hopper, 128x256 at best and "
     "64x64 at least",
     "kernels of momentum, norm and update read and write memory, whatever the L2 cache "
-    "holds: fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach "
-    "50, 12 and 34 (lab/pricing/step.py, kernels.py); AdamW's 28",
+    "holds: those of momentum and update 14 and 10 bytes per element, with "
+    "--muon-elementwise foreach 50 and 34, those of the norm 12 (lab/pricing/step.py, "
+    "kernels.py); AdamW's 28",
     "state on the host: Muon's goes both ways at once; AdamW there has 80 bytes per "
     "element",
     "a library's kernel for symmetric products also adds the linear term; torch's "

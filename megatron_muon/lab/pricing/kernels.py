@@ -31,9 +31,7 @@ _SYMMETRIC_ROWS = 257
 # Most elements and tensors of a kernel of a ``torch._foreach`` operation of three
 # lists; torch's MultiTensorApply.cuh: 320 blocks of 65,536 elements.
 _FOREACH_ELEMENTS, _FOREACH_TENSORS = 320 * 65536, 48
-# Kernels that divide a batch by its norms, and reads and writes of an element: fused,
-# and torch's.
-_NORMALISING_FUSED, _FUSED_PASSES = 3, 3
+# Kernels that divide a batch by its norms, and reads and writes of an element.
 _NORMALISING, _PASSES = 11, 6
 
 
@@ -163,14 +161,10 @@ def sliced_steps(
 
 
 def _normalisation(hardware: Hardware, elements: int, numerics: Numerics) -> Cost:
-    """Norm and division by triton's kernels, as if it were installed on every GPU.
-
-    Torch's operations also look for the largest entry and divide by a power of two, and
-    in fp16 divide the norm by its scale.
+    """The largest entry, division by a power of two, norm and division; in fp16 the
+    norm is divided by its scale.
     """
     nbytes = numerics.itemsize * elements
-    if numerics.on_gpu and numerics.config.elementwise == "auto":
-        return stream(hardware, _FUSED_PASSES * nbytes, _NORMALISING_FUSED)
     is_scaled = numerics.dtype == "fp16"
     return stream(hardware, _PASSES * nbytes, _NORMALISING + int(is_scaled))
 

@@ -188,10 +188,7 @@ def _routed(
     """
     routes = routes_of(model_chunks, stage.sizes, numerics.config)
     muons = [route.muon for route in routes if route.muon is not None]
-    widths: set[int] = set()
-    for muon in muons:
-        widths.update(muon.widths)
-    try_elementwise(stage.device, numerics, widths)
+    try_elementwise(stage.device, numerics)
     if row_of(numerics.config.rule) is OWN:
         from megatron_muon.rules.own import try_shapes
 

@@ -82,7 +82,7 @@ def run(kind: str) -> Bits:
 
 
 def elementwise(device: torch.device) -> Iterator[Elementwise]:
-    """Momentum, norm, update and casts in every way of doing them, against torch's on
+    """Momentum, update and casts in every way of doing them, against torch's on
     the CPU.
     """
     config = MuonConfig()
@@ -101,7 +101,7 @@ def elementwise(device: torch.device) -> Iterator[Elementwise]:
 
 
 # what ``trial`` returns
-_TRIAL = ("momentum", "weights", "messages", "flags", "matrices over their norms")
+_TRIAL = ("momentum", "weights", "messages", "flags")
 
 
 def errors(device: torch.device, config: MuonConfig) -> Iterator[Error]:

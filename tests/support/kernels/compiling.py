@@ -22,7 +22,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megatron_muon.orthogonalize import normalization_kernels as norms
 from megatron_muon.orthogonalize import symmetric_kernels as symmetric
 from megatron_muon.rules import fused_kernels as fused
 
@@ -87,20 +86,6 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
                 *(rows, blocks, torch.zeros(6)), direction=dtype, cautious=cautious
             ),
         )
-    moves = torch.ones(2, dtype=torch.bool)
-    for (source, into), width in itertools.product(
-        ((BF16, FP16), (BF16, BF16), (FP32, FP32)), (2048, 2044)
-    ):
-        x, y = (
-            torch.zeros((2, 64, 1, 1, width), dtype=dtype) for dtype in (source, into)
-        )
-        eights = " in eights" * (width % 8 == 0)
-        yield f"{SHORT[source]}{eights}", lambda x=x: norms.launch_norms(x, moves, 1.0)
-        yield (
-            f"{SHORT[source]} to {SHORT[into]}{eights}",
-            lambda x=x, y=y: norms.launch_divide(x, y, torch.zeros((2, 2))),
-        )
-    yield "without moves", lambda: norms.launch_norms(x, None, 1.0)
     for dtype, short in itertools.product((BF16, FP16), (256, 252)):
         square = torch.zeros((2, short, short), dtype=dtype)
         wide = torch.zeros((2, short, 2 * short), dtype=dtype)

@@ -1,9 +1,9 @@
 """``python -m support.kernels.first_step``: what a run compiles when its optimizer is
 built.
 
-Prints how many variants the trials compile, and that a step of every layout compiles
-none. With ``busy SEED`` the cache's folder refuses some files, as a shared one does,
-and the trials go on. No GPU is needed, see ``compiling``.
+Prints how many variants the trial compiles, and that steps of slices of any size
+compile none. With ``busy SEED`` the cache's folder refuses some files, as a shared one
+does, and the trial goes on. No GPU is needed, see ``compiling``.
 """
 
 from __future__ import annotations
@@ -12,30 +12,20 @@ import errno
 import os
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
 from megatron_muon import MuonConfig
-from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules import fused
 from support.kernels.compiling import without_gpu
 
-# (rows, cols, column parts, column blocks) of a matrix
-LAYOUTS = (
-    (96, 4096, 1, 1),
-    (4096, 96, 1, 1),
-    (64, 1024, 4, 1),
-    (48, 2048, 2, 2),
-    (128, 16, 1, 1),
-    (24, 1408, 8, 1),
-    (7, 130, 1, 1),
-    (1, 1030, 1, 1),
-    (40, 33, 1, 1),
-)
+SIZES = ((1,), (16, 3, 4097), (2048, 7), (8192, 8192, 1))
 CPU = torch.device("cpu")
 _DRAWN = random.Random()
 REFUSED: list[int] = []
@@ -52,7 +42,7 @@ class BusyCache(FileCacheManager):
         return super().put(*args, **kwargs)
 
 
-def compiled(work: Any) -> set[str]:
+def compiled(work: Callable[[], object]) -> set[str]:
     """Hashes of what is launched meanwhile, which is only compiled."""
     made: set[str] = set()
 
@@ -66,21 +56,29 @@ def compiled(work: Any) -> set[str]:
     return made
 
 
-def step_of(numerics: Numerics, rows: int, cols: int, parts: int, blocks: int) -> None:
-    """Matrices of one layout are divided by their norms, as ``newton_schulz`` views
-    them.
-    """
-    for count, start in ((1, 0), (5, rows * cols)):
-        staged = torch.zeros(start + count * rows * cols, dtype=torch.bfloat16)[start:]
-        cut = staged.view(count, parts, rows, blocks, cols // (parts * blocks))
-        source = cut.permute(0, 2, 3, 1, 4)
-        first = torch.empty(
-            (count, rows, cols), dtype=fused.TORCH_DTYPE[numerics.dtype]
-        )
-        into = torch.unflatten(first, 2, source.shape[2:])
-        moves = torch.ones(count, dtype=torch.bool)
-        normalization.enter_by_kernels(into, source, moves, 1.0)
-        normalization.enter_by_kernels(source.view(first.dtype), source, moves, 1.0)
+def step(
+    sizes: tuple[int, ...], gradients: torch.dtype, directions: torch.dtype
+) -> None:
+    """A round's momentum and update, of slices of these sizes at odd offsets."""
+
+    def slices(dtype: torch.dtype) -> list[Tensor]:
+        return list(torch.zeros(1 + sum(sizes), dtype=dtype)[1:].split(sizes))
+
+    kernels = fused.Fused()
+    moves = torch.zeros(len(sizes), dtype=torch.bfloat16)
+    kernels.advance_momentum(
+        slices(torch.float32),
+        slices(gradients),
+        slices(torch.bfloat16),
+        moves,
+        tuple(range(len(sizes))),
+        momentum=0.9,
+        nesterov=True,
+    )
+    factors = [0.1] * len(sizes)
+    kernels.apply_updates(
+        slices(torch.float32), slices(directions), factors, factors, cautious=False
+    )
 
 
 def main() -> None:
@@ -94,17 +92,14 @@ def main() -> None:
         )
         print(f"{len(REFUSED)} refused, {len(made)} variants")
         return
-    for layouts in (LAYOUTS, *((each,) for each in LAYOUTS)):
-        widths = {cols // (parts * blocks) for _, cols, parts, blocks in layouts}
-        tried = compiled(lambda w=widths: fused.trial(fused.Fused(), CPU, numerics, w))
-        stepped = compiled(
-            lambda every=layouts: [step_of(numerics, *each) for each in every]
-        )
-        assert stepped <= tried, (layouts, stepped - tried)
-        print(
-            f"{len(tried)} variants are tried, {len(stepped)} of them in a step: "
-            f"{layouts}"
-        )
+    tried = compiled(lambda: fused.trial(fused.Fused(), CPU, numerics))
+    kinds = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16))
+    for sizes in SIZES:
+        stepped: set[str] = set()
+        for kind in kinds:
+            stepped |= compiled(lambda kind=kind, sizes=sizes: step(sizes, *kind))
+        assert stepped <= tried, (sizes, stepped - tried)
+        print(f"{len(tried)} variants are tried, {len(stepped)} in a step: {sizes}")
 
 
 if __name__ == "__main__":

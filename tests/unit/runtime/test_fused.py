@@ -8,6 +8,9 @@ skipped.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,7 @@ from megatron_muon.rules.fused import (
 )
 from megatron_muon.rules.muon import Foreach
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
+from support.processes import environment
 
 CUDA = torch.device("cuda", 0)
 CPU_DEVICE = torch.device("cpu")
@@ -203,3 +207,41 @@ def test_the_kernels_blocks_are_those_of_the_tables() -> None:
         SimpleNamespace(**fused_kernels.LAUNCH).num_warps * 32 * 16
         == fused_kernels.BLOCK
     )
+
+
+# --- what a run compiles -------------------------------------------------------------
+
+
+def _first_step(*words: str, **variables: str) -> subprocess.Popen[str]:
+    pytest.importorskip("triton", reason="the kernels are triton's")
+    return subprocess.Popen(
+        [sys.executable, "-m", "support.kernels.first_step", *words],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_step_compiles_nothing_that_was_not_compiled_when_the_optimizer_was_built() -> (
+    None
+):
+    """Slices of any size and offset."""
+    said, _ = _first_step().communicate(timeout=280)
+    assert said.count("4 variants are tried, 4 in a step") == 4, said
+
+
+@pytest.mark.slow  # 16 s of eight processes
+def test_ranks_that_compile_at_once_survive_a_cache_that_refuses_files(
+    tmp_path: Path,
+) -> None:
+    """Eight processes and one folder, whose file system says EBUSY or ESTALE now and
+    then.
+    """
+    ranks = [
+        _first_step("busy", str(n), TRITON_CACHE_DIR=str(tmp_path)) for n in range(8)
+    ]
+    texts = [rank.communicate(timeout=280)[0] for rank in ranks]
+    found = [re.fullmatch(r"(\d+) refused, 4 variants\n", said) for said in texts]
+    assert all(found), texts
+    assert sum(int(each[1]) for each in found if each) >= 4
