@@ -26,7 +26,6 @@ from megatron_muon.megatron_lm.flags.parser import (
     given_on,
     mend_help,
     muon_backend,
-    refuse_forks_flags,
     shorten_errors,
 )
 from megatron_muon.megatron_lm.host import MegatronLM
@@ -101,7 +100,6 @@ def _parse_args(
         add_flags(parser)
         mend_help(parser)
         shorten_errors(parser)
-        refuse_forks_flags(parser, sys.argv[1:])
         options.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             # before the YAML reader of Megatron main, which fails

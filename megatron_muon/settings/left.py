@@ -1,9 +1,26 @@
-"""What release 0.2.0 had and this version has not, each with what to do now.
+"""What release 0.2.0 or a fork had and this version has not, each with what to do now.
 
 A row stays for one minor version, so those of 0.2.0 go with 0.4.
 """
 
 from __future__ import annotations
+
+# Flags of a published command line that no Megatron has but Moonshot's fork, and what
+# each is today; examples/moe_1b has the same table.
+_BALANCE = "--moe-router-load-balancing-type"
+FORK = {
+    "--moe-router-activation-type": "--moe-router-score-function; softmax is "
+    "refused with the experts' bias",
+    "--moe-routed-scaling-factor": "--moe-router-topk-scaling-factor",
+    "--moe-num-first-dense-layers": "--moe-layer-freq, for 2 of 18 ([0]*2+[1]*16)",
+    "--expert-balance-factor": f"{_BALANCE} none, where it is 0",
+    "--device-balance-factor": f"{_BALANCE} none, where it is 0",
+    "--moe-global-batch-balance": "none with the experts' bias, which follows the "
+    f"whole batch; without it {_BALANCE} global_aux_loss (core 0.15 and later)",
+    "--no-interleaved-qkv": "none: Megatron's fused QKV is interleaved by query "
+    "groups; Muon splits Q, K and V all the same",
+    "--save-async-fast-checkpoint": "--async-save",
+}
 
 # Flags on Megatron-LM's command line, and those of the commands that take them.
 FLAGS: dict[str, str] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_muon.console import UNKNOWN, with_nearest
@@ -62,60 +62,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=flag.help,
                 **flag.kind.keywords(),
             )
-    for option in sorted(left.FLAGS.keys() - actions.keys()):
+    for option, text in _ended():
+        if option in actions:
+            continue
         group.add_argument(
             option,
-            action=_Removed,
+            action=_End,
             nargs="?",
+            const=text,
             dest=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 
-class _Removed(argparse.Action):
-    """A removed flag ends the process with what to do now."""
+def _ended() -> Iterator[tuple[str, str]]:
+    """Flags of another version or of a fork, and what is said of them."""
+    for option, way in left.FLAGS.items():
+        yield option, f"{option} was removed: {way}"
+    for option, way in left.FORK.items():
+        yield option, f"{option} is a flag of Moonshot's fork of Megatron; today: {way}"
+
+
+class _End(argparse.Action):
+    """Such a flag ends the process with its ``const``."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        (option,) = self.option_strings
-        parser.error(f"{option} was removed: {left.FLAGS[option]}")
-
-
-# Flags of a published command line that no Megatron has but Moonshot's fork, and what
-# each is today; examples/moe_1b has the same table.
-_BALANCE = "--moe-router-load-balancing-type"
-FORK = {
-    "--moe-router-activation-type": "--moe-router-score-function; softmax is "
-    "refused with the experts' bias",
-    "--moe-routed-scaling-factor": "--moe-router-topk-scaling-factor",
-    "--moe-num-first-dense-layers": "--moe-layer-freq, for 2 of 18 ([0]*2+[1]*16)",
-    "--expert-balance-factor": f"{_BALANCE} none, where it is 0",
-    "--device-balance-factor": f"{_BALANCE} none, where it is 0",
-    "--moe-global-batch-balance": "none with the experts' bias, which follows the "
-    f"whole batch; without it {_BALANCE} global_aux_loss (core 0.15 and later)",
-    "--no-interleaved-qkv": "none: Megatron's fused QKV is interleaved by query "
-    "groups; Muon splits Q, K and V all the same",
-    "--save-async-fast-checkpoint": "--async-save",
-}
-
-
-def refuse_forks_flags(parser: argparse.ArgumentParser, line: Sequence[str]) -> None:
-    """End the process with an error that has all flags of Moonshot's fork alone on a
-    command line.
-
-    Each is there with what it is today.
-    """
-    named = dict.fromkeys(word.partition("=")[0] for word in line)
-    unknown = [
-        name
-        for name in named
-        if name in FORK and name not in parser._option_string_actions
-    ]
-    if unknown:
-        answers = "".join(f"\n  {name}: {FORK[name]}" for name in unknown)
-        parser.error(
-            f"flags of Moonshot's fork of Megatron, and what they are today:{answers}"
-        )
+        parser.exit(2, f"{parser.prog}: error: {self.const}\n")
 
 
 def mend_help(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,11 @@ from megatron_muon.megatron_lm.flags.namespace import (
     write_all,
 )
 from megatron_muon.megatron_lm.flags.parser import (
-    FORK,
     add_flags,
     muon_backend,
-    refuse_forks_flags,
     shorten_errors,
 )
+from megatron_muon.settings import left
 from megatron_muon.settings.flags import MUONS, muon_config
 from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
@@ -73,17 +72,21 @@ def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> 
     assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
 
 
-def test_flags_of_moonshots_fork_are_all_answered_at_once(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("name", left.FORK)
+def test_a_flag_of_moonshots_fork_ends_in_what_it_is_today(
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = parser_of("0.17")
+    add_flags(parser)
     with pytest.raises(SystemExit):
-        refuse_forks_flags(parser, [f"{name}=1" for name in FORK])
+        parser.parse_args([name, "1"])
     said = capsys.readouterr().err
-    for name, today in FORK.items():
-        assert f"\n  {name}: {today}\n" in said
-        parser.add_argument(name)  # as that fork has it
-    refuse_forks_flags(parser, list(FORK))
+    of_fork = "is a flag of Moonshot's fork of Megatron; today"
+    assert said == f"{parser.prog}: error: {name} {of_fork}: {left.FORK[name]}\n"
+    theirs = parser_of("0.17")
+    theirs.add_argument(name, dest="known")  # as that fork has it
+    add_flags(theirs)
+    assert theirs.parse_args([name, "1"]).known == "1"
 
 
 def test_the_answer_to_a_forks_flag_is_that_of_the_recipes_table() -> None:
@@ -94,7 +97,8 @@ def test_the_answer_to_a_forks_flag_is_that_of_the_recipes_table() -> None:
         for flags, today in rows
         for name in re.findall(r"`(--[\w-]+)", flags)
     }
-    assert {name: table[name].replace("`", "") for name in FORK} == FORK
+    texts = {name: table[name].replace("`", "") for name in left.FORK}
+    assert texts == left.FORK
 
 
 @EVERY
