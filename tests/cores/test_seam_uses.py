@@ -69,8 +69,6 @@ EXCEPTIONS = {
         "kernels, which are tried before the first step"
     ),
     "megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer:param_groups": "torch's",
-    "OptimizerConfig:chunked_optimizer_state_offload": "NVIDIA's branch dev has it",
-    "megatron.core.optimizer.ChainedOptimizer:ensure_master_weights_for_param_sync": "likewise",
     "ChainedOptimizer:lower": "of a text: the optimizer of a config",
     "DistributedOptimizer:float16_groups": (
         "the benchmark's, of Float16OptimizerWithFloat16Params"

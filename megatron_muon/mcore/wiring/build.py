@@ -205,8 +205,6 @@ def _completed(parts: Sequence[Any], trained: Sequence[Any], stage: Stage) -> No
         part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
         _put_inside(part)
     for before, part in itertools.pairwise(trained):
-        if getattr(part.config, "chunked_optimizer_state_offload", False):
-            break  # its state is only on its way then
         # The experts' optimizer also orthogonalizes its first round then. A second
         # dense one does not: Megatron gathers the first one's parameters as soon as it
         # has stepped.

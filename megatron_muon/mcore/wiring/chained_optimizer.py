@@ -88,8 +88,6 @@ class MuonChainedOptimizer(CheckpointChain):
             raise error
         if self.nonfinite is not None:
             self.nonfinite.before_step()
-        if getattr(self.config, "chunked_optimizer_state_offload", False):
-            self.ensure_master_weights_for_param_sync()  # they are only on their way
         if self.radii is not None:  # of master weights
             self.radii.use()  # which may refuse the first step
         self.is_new = False

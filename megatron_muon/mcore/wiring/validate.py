@@ -47,6 +47,7 @@ REFUSED = {
     # else it would look like a matrix
     "moe_single_grouped_bias": "keep a bias per expert",
     "offload_optimizer_states": _BY_ROUND,
+    "chunked_optimizer_state_offload": _BY_ROUND,
     "low_memory_resume": (
         "leave it off: it moves only AdamW's state to the host while it loads"
     ),
@@ -201,13 +202,6 @@ def _faults_of_call(
                 f"exp_avg_sq_dtype={second}: the rule keeps second moments, which are "
                 "fp32 in host memory; give fp32 (--exp-avg-sq-dtype fp32)"
             )
-    if getattr(optimizer_config, "chunked_optimizer_state_offload", False):
-        for name, value in (("full_period", 1), ("momentum_dtype", "fp32")):
-            if getattr(config, name) != value:
-                yield NotImplementedError(
-                    f"{named(name)} with chunked_optimizer_state_offload, whose loads "
-                    f"do not go through Muon: {_ONE}"
-                )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":
         yield ValueError(
@@ -319,19 +313,6 @@ def _fp8_modes(read: Read) -> Modes:
 def _state_modes(read: Read) -> Modes:
     """Refuse what FusedAdam can and Muon cannot do with states in other dtypes."""
     fp8 = read("fp8_param_gather") or read("fp8_param")
-    fraction = read("optimizer_state_offload_fraction")
-    if read("chunked_optimizer_state_offload") and fraction:
-        size = read("optimizer_state_offload_chunk_size_mb") or 0
-        yield (
-            f"chunked_optimizer_state_offload, chunks of {size} MiB of {fraction:g} of "
-            "the state,",
-            size or fraction != 1.0,
-            "leave --optimizer-state-offload-chunk-size-mb and "
-            "--optimizer-state-offload-fraction out, since a rank steps its own chunks "
-            "one by one, but all ranks take Muon's step together; where that needs too "
-            f"much memory {_BY_ROUND}",
-        )
-        yield "chunked_optimizer_state_offload with fp8_param_gather", fp8, _ONE
     on = read("use_precision_aware_optimizer")
     yield "use_precision_aware_optimizer with fp8_param_gather", on and fp8, _ONE
     if not read("optimizer_cpu_offload"):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ranks.te.test_on_host import CHUNKS, HALVES, HOSTED
+from ranks.te.test_on_host import HALVES, HOSTED
 from ranks.te.test_precision_aware import SHARDS, WHOLE, _weight
-from support import chunked_on_cpu, te_on_cpu
+from support import te_on_cpu
 from support.installed import VERSION, lacks
 from support.models.clipped import clipped, clipped_whole
 from support.models.gpt import muon_weights
@@ -144,8 +144,7 @@ in_two_ways = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("optimizer", "narrow"),
     [("muon", narrow) for narrow in ((), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow)]
-    + [("adam", ()), ("adam", HOSTED.narrow)]
-    + [("muon", (CHUNKS,))] * chunked_on_cpu.EXISTS,
+    + [("adam", ()), ("adam", HOSTED.narrow)],
     ids=str,
 )
 @in_two_ways
@@ -160,9 +159,7 @@ def test_main_parameters_are_clipped_wherever_they_are(
     names = muon_weights(case)
     if narrow is not SHARDS:
         rounded = (
-            case
-            if narrow in ((), (CHUNKS,), HALVES.narrow)
-            else replace(PLAIN, narrow=WHOLE)
+            case if narrow in ((), HALVES.narrow) else replace(PLAIN, narrow=WHOLE)
         )
         mains = {name: _weight(result["main"][name], rounded, name) for name in names}
         assert [

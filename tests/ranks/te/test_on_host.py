@@ -6,7 +6,6 @@ Muon's part is that of a run without the flag, in bits. AdamW's is torch's, on t
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ranks.step.test_every_rule import CASES, PAIRS
 from ranks.step.test_every_rule import _by as by_rule
 from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from ranks.te.test_precision_aware import _switched as switched
-from support import chunked_on_cpu, te_on_cpu
+from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
 from support.checkpoints.saving import formats
@@ -39,7 +38,7 @@ from support.models.gpt import (
     truth,
 )
 from support.ranks import error_of, run
-from support.runs.watching import having, logged
+from support.runs.watching import logged
 from support.runs.whole import Whole, whole
 
 pytestmark = pytest.mark.skipif(
@@ -265,84 +264,6 @@ def _refused(change: dict[str, Any]) -> str:
     ids=["dtype", "fp32-weights", "adamuon"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
-    assert said in run(_refused, 1, change)[0]
-
-
-# --- between steps only: chunked_optimizer_state_offload of NVIDIA's branch dev -------
-
-of_dev = pytest.mark.skipif(not chunked_on_cpu.EXISTS, reason="no release has it")
-CHUNKS = ("chunked_optimizer_state_offload", True)
-IN_FP32 = replace(PLAIN, narrow=(("use_precision_aware_optimizer", False), CHUNKS))
-BETWEEN = {
-    "fp32": IN_FP32,
-    "clip": replace(IN_FP32, clip=1.0),
-    "whole": replace(PLAIN, narrow=(CHUNKS, ("store_param_remainders", False))),
-    "halves": replace(PLAIN, narrow=(CHUNKS, ("exp_avg_dtype", torch.bfloat16))),
-    "fp16": replace(
-        IN_FP32, bf16=False, fp16=True, overflow=((2, "*.linear_fc1.weight"),)
-    ),
-    "experts": replace(IN_FP32, **MOE),
-    "halves of experts": replace(PLAIN, narrow=(CHUNKS,), **MOE),
-}
-
-
-def _stays(case: Case) -> Case:
-    narrow = tuple(each for each in case.narrow or () if each != CHUNKS)
-    return replace(case, narrow=narrow)
-
-
-@of_dev
-@pytest.mark.parametrize("kind", BETWEEN)
-def test_state_that_leaves_between_steps_changes_no_bit(kind: str) -> None:
-    case = BETWEEN[kind]
-    experts = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
-    both = (
-        experts if case.moe else Topology(2, 2, 2, overlap=True, sequence_parallel=True)
-    )
-    for topology in (Topology(), Topology(dp=3), both):
-        plain = trained(_stays(case), topology)
-        assert differences(plain, trained(case, topology)) == []
-    seen, steps = logged(replace(case, muon=ONE_BY_ONE), both)
-    assert differences(plain, seen) == []
-    for rows in steps:
-        weights = having(rows, "weight_rms").values()
-        assert all(math.isfinite(numbers["weight_rms"]) for numbers in weights)
-
-
-@of_dev
-@pytest.mark.parametrize("kind", BETWEEN)
-@pytest.mark.parametrize("format", formats()[:2])
-def test_state_that_leaves_between_steps_leaves_after_a_load_too(
-    kind: str, format: str, tmp_path: Path
-) -> None:
-    case = BETWEEN[kind]
-    check_resumed(case, Topology(dp=2, ep=2 if case.moe else 1), format, tmp_path)
-
-
-@of_dev
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            {"narrow": (CHUNKS, ("optimizer_state_offload_chunk_size_mb", 1))},
-            "chunks of 1 MiB of 1",
-        ),
-        (
-            {"narrow": (CHUNKS, ("optimizer_state_offload_fraction", 0.5))},
-            "chunks of 0 MiB of 0.5",
-        ),
-        (
-            {"narrow": IN_FP32.narrow, "muon": (("momentum_dtype", "int8"),)},
-            "dtype) with chunked",
-        ),
-        (
-            {"narrow": IN_FP32.narrow, "fp8": "delayed"},
-            "offload with fp8_param_gather yet",
-        ),
-    ],
-    ids=["chunks", "fraction", "int8", "fp8"],
-)
-def test_chunks_of_a_rank_are_refused(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support import chunked_on_cpu, hybrid_on_cpu
+from support import hybrid_on_cpu
 from support.installed import VERSION
 from support.runs.cases import matches
 
@@ -53,8 +53,6 @@ def optimizer_config(built: Built) -> Any:
 def _precision_aware(case: Any) -> dict[str, Any]:
     if ON_HOST in case.narrow:
         hybrid_on_cpu.install()
-    if "chunked_optimizer_state_offload" in dict(case.narrow):
-        chunked_on_cpu.install()
     grads = torch.float32 if case.fp32_grads else torch.bfloat16
     return {
         "use_precision_aware_optimizer": True,

@@ -18,11 +18,7 @@ ssm_on_cpu.install()
 
 
 def _state_on_the_host(patches: object) -> None:
-    from support import chunked_on_cpu  # which imports Megatron
-
     hybrid_on_cpu.install()
-    if chunked_on_cpu.EXISTS:
-        chunked_on_cpu.install()
 
 
 cpu.REPLACEMENTS = (*cpu.REPLACEMENTS, _state_on_the_host)
