@@ -301,22 +301,37 @@ def test_a_slice_that_is_left_after_another_one_is_named() -> None:
     assert [line.split(" in at least ")[1].split()[0] for line in lines] == ["50", "3"]
 
 
-@pytest.mark.parametrize("case", [SHARED, GRAM], ids=["standard", "gram"])
-def test_a_run_whose_iteration_overflows_ends_with_what_is_not_in_force(
-    case: Case,
-) -> None:
-    is_gram = case == GRAM
-    case = replace(case, muon=(*case.muon, ("nonfinite_limit", 2)))
+def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
+    case = replace(SHARED, muon=(*SHARED.muon, ("nonfinite_limit", 2)))
     fault = partial(_overflowing, FC1, is_so=True)
     for rank in run(_until_it_ends, 2, case, Topology(dp=2), fault):
         assert rank["steps"] == 4
-        way = "set ns_iteration (--muon-ns-iteration) standard, or " * is_gram
-        assert rank["error"].endswith(
-            f"Newton-Schulz overflowed: {way}give the weight to AdamW by muon_exclude "
-            "(--muon-exclude)"
-        )
+        assert rank["error"].endswith(f"Newton-Schulz overflowed: {EXCLUDE}")
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: ")
         assert not any("momentum" in line for line in rank["lines"])
+
+
+EXCLUDE = "give the weight to AdamW by muon_exclude (--muon-exclude)"
+GRAM_BY = "ns_iteration (--muon-ns-iteration) standard"
+WAYS_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    "safe": ({}, ""),
+    "fast": (
+        {"preset": "fast"},
+        f"set {GRAM_BY} and ns_dtype (--muon-ns-dtype) bf16, or ",
+    ),
+    "gram": ({"ns_iteration": "gram"}, f"set {GRAM_BY}, or "),
+    "quintic": (
+        {"ns_coefficients": "quintic", "ns_dtype": "fp32"},
+        "set ns_coefficients (--muon-ns-coefficients) simple, or ",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", WAYS_OUT)
+def test_the_way_out_of_an_overflow_names_what_is_not_in_force(which: str) -> None:
+    settings, ways = WAYS_OUT[which]
+    said = nonfinite._of_directions(Numerics(MuonConfig(**settings), "cuda"))
+    assert said.endswith(f"so Newton-Schulz overflowed: {ways}{EXCLUDE}")
 
 
 def test_a_line_without_the_matrix_begins_anew_and_a_skipped_step_does_not_count() -> (
