@@ -52,7 +52,6 @@ ROWS = {
     "muon": Row("Muon", "muon", (1e-2, 2e-2, 4e-2)),
     "hyperball": _rule("Hyperball", (2e-2, 4e-2, 8e-2, 0.16), "--weight-decay 0"),
     "normuon": _rule("NorMuon", (1e-2, 2e-2, 4e-2)),
-    "adamuon": _rule("AdaMuon", (1e-2, 2e-2, 4e-2, 8e-2)),
     "namo": _rule("NAMO", (1e-2, 2e-2, 4e-2, 8e-2)),
 }
 

@@ -28,7 +28,6 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import define, launching_beside
 from megatron_muon.rules.muon import Foreach
 from megatron_muon.settings.config import named
-from megatron_muon.settings.rules import row_of
 
 T = TypeVar("T")
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
@@ -374,8 +373,6 @@ def trial(kind: Foreach, device: torch.device, numerics: Numerics) -> list[Tenso
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
     steps = [(sent.dtype, torch.float32), (torch.float16, torch.bfloat16)]
-    if row_of(numerics.config.rule).moments[0]:
-        steps.append((torch.float32, torch.float32))
     for dtype, of_grads in steps:
         kind.advance_momentum(
             buffers,

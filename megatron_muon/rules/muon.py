@@ -39,7 +39,6 @@ from megatron_muon.orthogonalize.newton_schulz import (
 from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.rounds.rank_plan import RankPlan
@@ -66,7 +65,6 @@ from megatron_muon.settings.rules import row_of
 # The momentum has the key of Adam's first moment, and there is no second one: fused
 # Adam classes refuse to save or load a state under a key that they do not know.
 MOMENTUM_KEY = "exp_avg"
-MOMENT2_KEY = "exp_avg_sq"  # of rules with one for each element
 _IN_CACHE = 1 << 16  # elements: three tensors of them in fp32 are 768 KiB
 
 
@@ -83,7 +81,7 @@ class Muon(Rule):
     """
 
     names = PhaseNames("muon/momentum", "muon/newton_schulz", "muon/update")
-    states_before = (MOMENTUM_KEY,)
+    state_keys = (MOMENTUM_KEY,)
 
     def __init__(
         self,
@@ -106,14 +104,9 @@ class Muon(Rule):
         # plan
         self.flops = plan.flops
         self.configs = [numerics.where(each.own).config for each in plan.matrices]
-        # whether norms and scale are of whole weights
-        self.of_weights = row_of(numerics.config.rule).of_weights
-        scaled: Sequence[Matrix | Parameter] = plan.matrices
-        if self.of_weights:
-            scaled = [plan.parameters[matrix.parameter] for matrix in plan.matrices]
         self.scales = [
-            update_scale(*one.whole, config)
-            for one, config in zip(scaled, self.configs, strict=True)
+            update_scale(*matrix.whole, config)
+            for matrix, config in zip(plan.matrices, self.configs, strict=True)
         ]
         # elements of scratch memory for one batch
         self.scratch = scratch_limit(plan.matrices)

@@ -17,20 +17,10 @@ the momentum is Adam's number of steps; that of v counts the steps with v, which
 start later.
 
 Both norms are sums over the slices of a matrix, of which each rank knows all.
-
-The rule ``adaptive_namo`` is Megatron's ``adaptive_muon`` with this method, by
-Emerging-Optimizers
-(https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/925e1bfe32b37f5e3d52afdbeb24cfaf2df85c00/emerging_optimizers/orthogonalized_optimizers/adaptive_muon.py):
-nothing is corrected, the decay has no α, and norms and scale are those of the whole
-weight, also where QKV is orthogonalized in parts::
-
-    α = (1 - μ)·‖U‖ / (√v + ε)
-    W ← (1 - lr·λ)·W - lr·α·scale·X
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,15 +53,11 @@ class Namo(Muon):
             self.plan, self.own_matrices, self.own.rank, 2, self.device
         )
         self.counts_steps = True
-        self.sums_parameters = self.of_weights
-        self.steps: float = 0
+        self.steps = 0
 
     def start_step(self, steps: int) -> None:
         """See ``Rule``."""
         self.steps = steps + 1
-        if self.of_weights:  # nothing is corrected, as after infinitely many steps
-            self.steps = math.inf
-            self.home_state.rows[..., 1] = 1.0
 
     @property
     def kind_of_round(self) -> type[NamoRound]:
@@ -155,15 +141,11 @@ class NamoRound(UnitRound):
         marks = torch.stack([result[0] for result in results])
         is_sound = marks.isfinite()[:, None]
         before = state.index_select(0, self._rows)
-        of_weights = self._muon.of_weights
-        # parts of a weight have one v, whatever is wrong with one part's direction
-        advances = torch.ones_like(is_sound) if of_weights else is_sound
-        state.index_copy_(0, self._rows, self._after.where(advances[..., None], before))
+        state.index_copy_(0, self._rows, self._after.where(is_sound[..., None], before))
         alphas = self._alphas.where(is_sound, 0.0)
-        of_decay = is_sound.float().expand_as(alphas) if of_weights else alphas
         factors, decays = self._factors_and_decays(shards)
         factor = _by_slice(alphas, factors)
-        keep = 1.0 - _by_slice(of_decay, decays)
+        keep = 1.0 - _by_slice(alphas, decays)
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
         self._blend(slices, results, keep, factor)

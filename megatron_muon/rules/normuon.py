@@ -18,15 +18,6 @@ The paper and its code
 have v of rows, also where they are the short side; orthogonal rows all have
 the same norm. Here the long side has it, as in Emerging-Optimizers' ``AdaptiveMuon``
 and in the record of modded-nanogpt; so a weight's transpose is updated alike.
-
-The rule ``adaptive_normuon`` is Megatron's ``adaptive_muon`` with this method, by
-Emerging-Optimizers
-(https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/925e1bfe32b37f5e3d52afdbeb24cfaf2df85c00/emerging_optimizers/orthogonalized_optimizers/adaptive_muon.py)::
-
-    Y = X / √max(v, ε)
-    X ← ‖X‖ · Y / ‖Y‖
-
-Its norms are those of a whole weight, so there fused QKV is one matrix.
 """
 
 from __future__ import annotations
@@ -143,18 +134,14 @@ class NorMuonRound(MuonRound):
         for moment, square in zip(moments, squares, strict=True):
             mean = (square / short).where(moves, moment)
             moment.lerp_(mean, 1.0 - config.moment2_beta2)
-            root = moment.sqrt() + config.moment2_eps
-            if self._muon.of_weights:
-                root = moment.clamp_min(config.moment2_eps).sqrt()
-            inverses.append(1.0 / root)
+            inverses.append(1.0 / (moment.sqrt() + config.moment2_eps))
         sums = [
             (inverse.square() * square).sum()
             for inverse, square in zip(inverses, squares, strict=True)
         ]
         norm = _sum(sums, sharers).sqrt()
-        wanted = moved.sqrt() if self._muon.of_weights else math.sqrt(short)
         for part, inverse in zip(parts, inverses, strict=True):
-            factor = (inverse * (wanted / norm)).where(moves, 1.0)
+            factor = (inverse * (math.sqrt(short) / norm)).where(moves, 1.0)
             across = [1] * (part.dim() - 1)
             part.mul_(
                 factor.view(-1, *across) if is_tall else factor.view(part[0].shape)

@@ -187,7 +187,7 @@ def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:
                 f"{says} is a subclass of {name}'s, whose {', '.join(row.settings)} "
                 f"only {named('rule')} {name} has: give that, or subclass Muon"
             )
-    states = {*made.states_before, *made.states_after} - {MOMENTUM_KEY}
+    states = {*made.state_keys} - {MOMENTUM_KEY}
     if states:
         raise ValueError(
             f"{says} keeps {', '.join(sorted(states))} of each shard, and checkpoints "

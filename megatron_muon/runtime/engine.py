@@ -89,8 +89,7 @@ class Engine:
             rule = self.rule_of(number)
             sums = None
             if rule.asks:
-                is_of = rule.sums_parameters
-                sums = SliceSums(plan, number, own.rank, exchange, of_parameters=is_of)
+                sums = SliceSums(plan, number, own.rank, exchange)
             round = Round(one, rule, phase, sums)
             self._rules.add(rule)
             self.rounds.append(round)
@@ -107,7 +106,7 @@ class Engine:
     @property
     def state_keys(self) -> tuple[str, ...]:
         """The states of a shard that the rule keeps, by name."""
-        return tuple(dict.fromkeys(self.rule.states_before + self.rule.states_after))
+        return self.rule.state_keys
 
     def rule_of(self, round: int) -> Rule:
         """What is done to the matrices of a round."""
@@ -268,11 +267,11 @@ class Engine:
             self._finish(number, shards)
 
     def _start(self, number: int, shards: Shards) -> None:
-        with self._visiting(number, self.rule.states_before):
+        with self._visiting(number, self.state_keys):
             self.rounds[number].start(shards)
 
     def _finish(self, number: int, shards: Shards) -> None:
-        with self._visiting(number, (MAIN_KEY, *self.rule.states_after)):
+        with self._visiting(number, (MAIN_KEY,)):
             self.rounds[number].finish(shards)
 
     @contextmanager

@@ -176,14 +176,11 @@ class Rule(ABC):
 
     names = PhaseNames("muon/before", "muon/home", "muon/after")  # of its parts
     # states of a shard that before_gather reads and writes
-    states_before: tuple[str, ...] = ()
-    # states that after_scatter and finish read and write, beside the main parameter
-    states_after: tuple[str, ...] = ()
+    state_keys: tuple[str, ...] = ()
     home_state: HomeState | None = None  # what it keeps at homes
     counts_steps = False  # whether it wants ``start_step``
     asks_before = False  # whether it asks for sums of numbers_before
     asks_after = False  # whether it asks for sums of numbers_after
-    sums_parameters = False  # whether sums are over parameters with all their matrices
 
     @property
     def asks(self) -> bool:

@@ -73,15 +73,10 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             step on the sphere of the matrix's own norm, lr being its length in radii,
             without weight decay and without a scale (MuonH, arXiv 2606.16899). normuon:
             muon's step of a direction whose rows, or columns where it is wide, are each
-            divided by the root of a second moment (NorMuon, arXiv 2510.05491). adamuon:
-            muon's step of the direction of the momentum's signs, each element divided
-            by the root of its second moment (AdaMuon, arXiv 2507.11005). namo: muon's
-            step and decay, times the norm of the momentum over the root of a second
-            moment of the gradient's norm (NAMO, arXiv 2602.17080). adaptive_adamuon:
-            adamuon as Megatron's adaptive_muon has it (Emerging-Optimizers).
-            adaptive_normuon: normuon as Megatron's adaptive_muon has it
-            (Emerging-Optimizers). adaptive_namo: namo as Megatron's adaptive_muon has
-            it (Emerging-Optimizers). Default: 'muon'.
+            divided by the root of a second moment (NorMuon, arXiv 2510.05491). namo:
+            muon's step and decay, times the norm of the momentum over the root of a
+            second moment of the gradient's norm (NAMO, arXiv 2602.17080). Default:
+            'muon'.
         radii: With rule hyperball, the Frobenius norm of the matrices whose names match
             a pattern, of each head or expert that is orthogonalized alone. Default: ().
         moment2_beta2: With a rule that has second moments, beta2 in v <- beta2 v + (1 -

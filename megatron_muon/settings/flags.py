@@ -13,6 +13,14 @@ from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 
 # of the plugin; the others are names of Megatron's alone, with all of its defaults
 MUONS = ("muon", "dist_muon", "adaptive_muon")
+# what is said of the last of them, which has no rule here
+ADAPTIVE = (
+    "Megatron's adaptive_muon is no rule of megatron_muon: give --optimizer muon with "
+    "--muon-rule normuon or namo (MuonConfig(rule='normuon')), which follow the "
+    "papers; Megatron's own class (--muon-backend upstream) takes moments and norms of "
+    "what a TP rank has of a whole weight, corrects none of them, and by default keeps "
+    "one for each element (adamuon)"
+)
 # the argument that holds Megatron's own defaults, by dest
 KEPT = "megatron_muon_defaults"
 

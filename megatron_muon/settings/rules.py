@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "update_norm"]
@@ -27,21 +27,16 @@ class RuleRow:
     # scale modes that suit it; none: its updates have no scale
     scales: tuple[str, ...] = get_args(ScaleMode)
     adapts: bool = False  # whether its updates are not scale · direction
-    # whether its norms and scale are of whole weights, not of what is orthogonalized
-    of_weights: bool = False
     shares: bool = True  # whether several homes may share a matrix, as strips
-    # bytes of second moments: of an element of a shard, of a row or column at its home
-    moments: tuple[int, int] = (0, 0)
+    moments: int = 0  # bytes of second moments of a row or column at its home
     settings: tuple[str, ...] = ()  # fields of MuonConfig that only such rules have
     # fields of MuonConfig that have no meaning with it, each with the reason
     refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mixes(self) -> bool:
-        """Whether other matrices of a run may have another rule: not where a state of
-        each element is its own, and not with Emerging-Optimizers' or one's own.
-        """
-        return self is not OWN and not self.moments[0] and not self.of_weights
+        """Whether other matrices of a run may have another rule: not one's own."""
+        return self is not OWN
 
     @property
     def unscaled(self) -> frozenset[str]:
@@ -88,20 +83,10 @@ RULES = {
         "muon's step of a direction whose rows, or columns where it is wide, are each "
         "divided by the root of a second moment (NorMuon, arXiv 2510.05491)",
         "megatron_muon.rules.normuon:NorMuon",
-        moments=(0, 4),
+        moments=4,
         scales=get_args(ScaleMode)[:3],  # it normalizes its directions itself
         settings=_MOMENTS,
         refuses={"full_period": "whose second moments are of whole matrices"},
-    ),
-    "adamuon": RuleRow(
-        "muon's step of the direction of the momentum's signs, each element divided by "
-        "the root of its second moment (AdaMuon, arXiv 2507.11005)",
-        "megatron_muon.rules.adamuon:AdaMuon",
-        moments=(4, 0),
-        scales=("spectral",),
-        adapts=True,
-        settings=_MOMENTS,
-        refuses={"full_period": "whose norms are of whole matrices"},
     ),
     "namo": RuleRow(
         "muon's step and decay, times the norm of the momentum over the root of a "
@@ -120,23 +105,6 @@ RULES = {
 
 # fields of MuonConfig that only some rules have
 OF_RULES = frozenset().union(*(rule.settings for rule in RULES.values()))
-# Megatron's ``adaptive_muon``, by its moment2_method
-ADAPTIVE = "adaptive_"
-_NOT_MEGATRONS = (
-    "splits",
-    "cautious_decay",
-    "independent_decay",
-    "momentum_warmup",
-    "full_period",
-)
-for _method in ("adamuon", "normuon", "namo"):
-    RULES[ADAPTIVE + _method] = replace(
-        RULES[_method],
-        says=f"{_method} as Megatron's adaptive_muon has it (Emerging-Optimizers)",
-        scales=get_args(ScaleMode)[:3],
-        of_weights=True,
-        refuses=dict.fromkeys(_NOT_MEGATRONS, "which has no such thing"),
-    )
 
 
 def help_text() -> str:

@@ -163,7 +163,11 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "adaptive_muon's moments": (
         {"optimizer": {"adaptive_muon_beta2": 0.9}},
-        "OptimizerConfig.adaptive_muon_beta2 is of optimizer='adaptive_muon', and the",
+        "OptimizerConfig.adaptive_muon_beta2: Megatron's adaptive_muon is no rule of",
+    ),
+    "adaptive_muon": (
+        {"late": {"optimizer": "adaptive_muon"}},
+        "give --optimizer muon with --muon-rule normuon or namo (MuonConfig(rule='nor",
     ),
     "layer-wise": (
         {"late": {"use_layer_wise_distributed_optimizer": True}},
@@ -190,6 +194,8 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
         )
     if name.startswith("Megatron's name") and MINOR >= (0, 16):
         pytest.skip("there it is the plugin's")
+    if name == "adaptive_muon" and MINOR < (0, 16):
+        pytest.skip("there it is no name of Megatron's")
     if "override" in changes and MINOR < (0, 16):
         pytest.skip("config_overrides came with core 0.16")
     for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):

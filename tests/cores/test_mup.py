@@ -138,7 +138,6 @@ def _refused(settings: dict[str, Any]) -> str:
     ("settings", "said"),
     [
         ({}, r"use_mup with scale_mode \(--muon-scale-mode\) spectral: "),
-        ({"rule": "adamuon"}, r"adamuon has no other, so choose another rule"),
         ({"scale_mode": "update_norm"}, r"update_norm: .* give unit_rms_norm"),
         (
             {
@@ -148,7 +147,7 @@ def _refused(settings: dict[str, Any]) -> str:
             r"use_mup with scale_mode \(--muon-scale-mode\) spectral: ",
         ),
     ],
-    ids=["spectral", "adamuon", "update_norm", "by pattern"],
+    ids=["spectral", "update_norm", "by pattern"],
 )
 def test_what_contradicts_it_is_refused_on_all_ranks(
     settings: dict[str, Any], said: str

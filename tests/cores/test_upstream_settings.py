@@ -117,8 +117,6 @@ def _steps(case: dict[str, Any]) -> Whole:
 
 
 DIST: dict[str, Any] = {"optimizer": "dist_muon"}
-ADAPTIVE: dict[str, Any] = {"optimizer": "adaptive_muon"}
-NORMUON = ADAPTIVE | {"adaptive_muon_moment2_method": "normuon"}
 
 
 def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
@@ -142,25 +140,6 @@ def test_with_dist_muon_every_field_counts_the_defaults_too() -> None:
     )
     assert "momentum 0.9, Nesterov on" in changed[1]
     assert (own[0].homes, own[0].rule) == ("local", "hyperball")
-
-
-def test_adaptive_muon_is_emerging_optimizers_rule_with_all_fields() -> None:
-    """Up to core 0.18 there is none of its own."""
-    cases = [{"fields": DIST}, {"fields": ADAPTIVE}]
-    if NORMUON.keys() <= FIELDS.keys():
-        more = {"adaptive_muon_beta2": 0.9, "adaptive_muon_eps": 1e-6}
-        cases.append({"fields": NORMUON | more | {"muon_split_qkv": False}})
-    (dist, _), (default, said), *others = _of(*cases)
-    assert default == replace(dist, rule="adaptive_adamuon")
-    assert "all of them (adaptive_muon)" in said and "rule adaptive_adamuon" in said
-    for changed, _ in others:
-        assert changed == replace(
-            dist,
-            rule="adaptive_normuon",
-            moment2_beta2=0.9,
-            moment2_eps=1e-6,
-            split_qkv=False,
-        )
 
 
 @pytest.mark.skipif(
@@ -248,20 +227,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"fields": DIST, "own": {"momentum": 0.95}},
         "install(MuonConfig(momentum=0.95)) beside "
         "OptimizerConfig.optimizer='dist_muon':",
-    ),
-    "a rule of the papers with adaptive_muon": (
-        {"fields": ADAPTIVE, "own": {"rule": "adamuon"}},
-        "install(MuonConfig(rule='adamuon')) beside "
-        "OptimizerConfig.optimizer='adaptive_muon':",
-    ),
-    "a moment that adaptive_muon has not": (
-        {"fields": ADAPTIVE | {"adaptive_muon_moment2_method": "rows"}},
-        "rule (--muon-rule) must be one of muon, hyperball,",
-    ),
-    "norms of a weight that is split": (
-        {"fields": NORMUON},
-        "linear_qkv.weight: rule (--muon-rule) adaptive_normuon has a norm of the "
-        "whole weight, which is 3 matrices with homes of their own: give --muon-no-",
     ),
     "another optimizer of the rest": (
         {"fields": DIST | {"muon_scalar_optimizer": "lion"}},

@@ -46,11 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hyperball": {"rule": "hyperball"},
     "own": {"rule": "support.runs.own_rules:polar_express"},
     "normuon": {"rule": "normuon"},
-    "adamuon": {"rule": "adamuon"},
     "namo": {"rule": "namo"},
-    "adaptive_adamuon": {"rule": "adaptive_adamuon"},
-    "adaptive_normuon": {"rule": "adaptive_normuon"},
-    "adaptive_namo": {"rule": "adaptive_namo"},
     "several rules": {
         "rule": "hyperball",
         "by_pattern": ("*fc1:rule=normuon", "*fc2:rule=namo", "1.*:rule=muon"),

@@ -212,8 +212,6 @@ def test_a_matrix_has_the_settings_of_its_own_rule() -> None:
 @pytest.mark.parametrize(
     ("rule", "own", "more", "said"),
     [
-        ("muon", "adamuon", {}, "a:rule=adamuon: adamuon is for all matrices"),
-        ("adamuon", "muon", {}, "a:rule=muon: adamuon is for all matrices"),
         ("muon", "torch:sign", {}, "torch:sign is for all matrices of a run"),
         ("torch:sign", "muon", {}, "torch:sign is for all matrices of a run"),
         ("muon", "hyperball", {"cautious_decay": True}, "which has no weight decay"),

@@ -50,10 +50,9 @@ def at_rest(
             part = held.on_host if host else 1 - held.on_host
             adamws = elements[rank] - muons
             main += int(part * (muons * held.main + adamws * wide)) * one.has_main
-            of_element, of_line = held.of_rule
-            momentum += int(part * muons * (held.momentum + of_element))
+            momentum += int(part * muons * held.momentum)
             if with_muon and not host:
-                momentum += of_line * lines[rank]
+                momentum += held.of_rule * lines[rank]
             moments += int(part * adamws * both)
         whole = [
             sum(each) * (not host)

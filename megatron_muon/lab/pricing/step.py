@@ -281,7 +281,7 @@ class _Steps:
             if numerics.config.scale_mode == "update_norm":  # two reads and a write
                 nbytes = 3 * self._itemsize * rows * cols * count
                 cost += stream(self._hardware, nbytes, _TO_NORM)
-            if row_of(numerics.config.rule).moments[1]:  # likewise
+            if row_of(numerics.config.rule).moments:  # likewise
                 nbytes = 3 * self._itemsize * rows * cols * count
                 cost += stream(self._hardware, nbytes, _TO_MOMENTS * count)
             if layout.shared is not None:

@@ -20,7 +20,7 @@ Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 class StateBytes(NamedTuple):
     """Bytes of an element's main parameter beside a weight, AdamW's moments, Muon's
-    momentum, and of the rule's second moments (``settings.rules.RuleRow``).
+    momentum, and of a row or column with a second moment (``settings.rules.RuleRow``).
 
     A part of all may be ``on_host``, where AdamW's are fp32.
     """
@@ -30,7 +30,7 @@ class StateBytes(NamedTuple):
     second: int = 4
     momentum: float = 4
     on_host: float = 0.0
-    of_rule: tuple[int, int] = (0, 0)
+    of_rule: int = 0
 
     @property
     def of_adamw(self) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class Optimizer:
         """
         held = [0] * self.plan.size
         for matrix, work in zip(self.plan.matrices, self.plan.works, strict=True):
-            if row_of(work.rule).moments[1]:
+            if row_of(work.rule).moments:
                 held[matrix.home] += matrix.units * matrix.long
         return held
 

@@ -30,7 +30,6 @@ from megatron_muon.planning.describe import (
     share_lines,
     stage_lines,
 )
-from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
@@ -182,7 +181,7 @@ def _matrices(
     matrices = iter(planned.plan.matrices)
     return {
         (parameter.name, parameter.ep_rank): tuple(
-            Routed(m.name, *m.unit, _scale(m, parameter, config), m.home, m.own)
+            Routed(m.name, *m.unit, _scale(m, config), m.home, m.own)
             for m in (next(matrices) for _ in parameter.matrices)
             for _ in range(m.units)
         )
@@ -190,11 +189,9 @@ def _matrices(
     }
 
 
-def _scale(matrix: Matrix, weight: Parameter, config: MuonConfig) -> float | None:
+def _scale(matrix: Matrix, config: MuonConfig) -> float | None:
     own = config.where(matrix.own)
-    rule = row_of(own.rule)
-    whole = weight.whole if rule.of_weights else matrix.whole
-    return update_scale(*whole, own) if rule.scales else None
+    return update_scale(*matrix.whole, own) if row_of(own.rule).scales else None
 
 
 def _split(weight: Weight, config: MuonConfig, reason: str | None) -> Split:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron_muon.mcore.checkpoint.buffers import HOME_STATE, MOMENT2, of_rule
+from megatron_muon.mcore.checkpoint.buffers import home_key
 
 
 def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any, rule: str) -> None:
@@ -18,28 +18,22 @@ def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any, rule: str) -> None
     Where it has some, on whichever rank, all stay, and Megatron names one that is
     missing.
     """
-    keys = tuple(f".{of_rule(key, rule)}." for key in (MOMENT2, HOME_STATE))
-    wanted = list(_second_moments(sharded_state_dict, keys))
+    key = f".{home_key(rule)}."
+    wanted = list(_second_moments(sharded_state_dict, key))
     if not wanted:
         return
     there = dist_checkpointing.load_tensors_metadata(str(checkpoint_dir))
-    if any(_is_one(key, keys) for key in there):
+    if any(key in other for other in there):
         return
     for parent, name in wanted:
         del parent[name]
 
 
-def _second_moments(
-    node: Any, keys: tuple[str, ...]
-) -> Iterator[tuple[dict[Any, Any], Any]]:
+def _second_moments(node: Any, key: str) -> Iterator[tuple[dict[Any, Any], Any]]:
     """Each dict that has a second moment, and its key there."""
     children = node.items() if isinstance(node, dict) else enumerate(node)
     for name, child in children:
-        if isinstance(child, ShardedTensor) and _is_one(child.key, keys):
+        if isinstance(child, ShardedTensor) and key in child.key:
             yield node, name
         elif isinstance(child, (dict, list)):
-            yield from _second_moments(child, keys)
-
-
-def _is_one(key: str, keys: tuple[str, ...]) -> bool:
-    return any(each in key for each in keys)
+            yield from _second_moments(child, key)

@@ -33,11 +33,10 @@ CHOICES = 3
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"
-# Second moments: what homes keep, beside "optimizer" in its state dict, and those of
-# elements. ``of_rule`` follows, so that another rule's are not taken for a rule's own.
+# Second moments, which homes keep, beside "optimizer" in its state dict: see
+# ``home_key``.
 HOME_STATE = "megatron_muon_homes"
 AT_DP_ZERO = "dp_zero_gather_scatter"  # a format of Megatron's
-MOMENT2 = "muon_moment2"
 SPANS = "spans"
 
 OTHER_CUT = (
@@ -62,9 +61,11 @@ OTHER_UNITS = (
 )
 
 
-def of_rule(key: str, rule: str) -> str:
-    """A key on disk of a rule's second moments."""
-    return f"{key}_{rule}"
+def home_key(rule: str) -> str:
+    """The key on disk of a rule's second moments; another rule's are not taken for
+    them.
+    """
+    return f"{HOME_STATE}_{rule}"
 
 
 def other_units(key: str) -> str:
@@ -168,8 +169,6 @@ def from_disk(
         whole["param"][place.start : place.stop] = saved["param"][start:stop]
         tensors = states.get(place.name, {})
         for key, target in zip(place.keys, ADAMW_STATE, strict=False):
-            if key.startswith(MOMENT2) and key not in tensors:
-                continue  # of another rule
             check_tensor(place.name, key, tensors, place.stop - place.start)
             whole[target][place.start : place.stop] = tensors[key]
     kept = {key: value for key, value in saved.items() if key not in (STATE, SPANS)}

@@ -199,10 +199,9 @@ class ShardedState(MuonState):
         Adam's moments.
         """
         made = {name: each for name, each in cut.items() if name not in ADAMW_STATE}
-        for on_disk, adams in zip(self._muons_keys, ADAMW_STATE, strict=False):
-            key = cut[adams].key.replace(f".{adams}.", f".{on_disk}.", 1)
-            made[on_disk] = replace(cut[adams], key=key)
-        return made
+        first = ADAMW_STATE[0]
+        key = cut[first].key.replace(f".{first}.", f".{MOMENTUM}.", 1)
+        return {**made, MOMENTUM: replace(cut[first], key=key)}
 
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 

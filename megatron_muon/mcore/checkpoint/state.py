@@ -18,19 +18,17 @@ from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
-    HOME_STATE,
-    MOMENT2,
     MOMENTUM,
     BufferPlace,
     check_tensor,
     gathered_spans,
-    of_rule,
+    home_key,
 )
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.rules.muon import MOMENT2_KEY, DistributedMuon
+from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.rule import Rule
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
@@ -73,10 +71,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             return tensors
         first, second = ADAMW_STATE
         momentum = tensors.pop(MOMENTUM)
-        moment2 = tensors.pop(self._of_rule(MOMENT2), None)
-        if moment2 is None:
-            moment2 = torch.zeros_like(momentum)
-        return {**tensors, first: momentum, second: moment2}
+        return {**tensors, first: momentum, second: torch.zeros_like(momentum)}
 
     @torch.no_grad()
     def _set_main_param_and_optimizer_states(
@@ -88,9 +83,6 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             keys[MAIN_KEY] = MAIN_KEY
         for on_disk, key in keys.items():
             name = key if self._has_adams_names else on_disk
-            if on_disk.startswith(MOMENT2):
-                self._set_moment2(model_param, tensors.get(name))
-                continue
             check_tensor(self._name_of[model_param], name, tensors, shard.numel())
             wide = tensors[name].to(shard.device, copy=self.states.are_copies)
             if self.from_adamw is not None and key == MAIN_KEY:
@@ -98,20 +90,6 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             if self.from_adamw is not None and on_disk == MOMENTUM:
                 wide = self._as_momentum(model_param, wide)
             self.states.put(shard, key, wide)
-
-    def _set_moment2(self, model_param: Parameter, saved: Any) -> None:
-        """Take a second moment; zeros where the checkpoint is of another rule."""
-        shard, name = self._shard_of[model_param], self._name_of[model_param]
-        if saved is None or self.from_adamw is not None:
-            saved = torch.zeros(shard.numel())
-        check_tensor(name, MOMENT2, {MOMENT2: saved}, shard.numel())
-        if not bool(((saved >= 0) & saved.isfinite()).all()):
-            raise ValueError(
-                f"the checkpoint's second moment of {name} has a number that is "
-                "negative or not finite: it is damaged"
-            )
-        wide = saved.to(shard.device, copy=self.states.are_copies)
-        self.states.put(shard, MOMENT2_KEY, wide)
 
     def _as_main(self, model_param: Parameter, wide: Tensor) -> Tensor:
         """AdamW's main parameter, of which a precision-aware checkpoint has the lower
@@ -150,7 +128,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         """What rules keep at homes, by its key on disk; none of AdamW."""
         rules: Mapping[str, Rule] = getattr(self.muon, "rules", {})
         return {
-            of_rule(HOME_STATE, name): rule.home_state
+            home_key(name): rule.home_state
             for name, rule in rules.items()
             if rule.home_state is not None
         }
@@ -166,16 +144,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             return {key: key for key in ADAMW_STATE}
         if self.drops_momentum:
             return {}
-        return dict(zip(self._muons_keys, ADAMW_STATE, strict=False))
-
-    @property
-    def _muons_keys(self) -> tuple[str, ...]:
-        """Keys on disk of the state of Muon's parameters."""
-        has_second = MOMENT2_KEY in getattr(self.muon, "state_keys", ())
-        return (MOMENTUM, self._of_rule(MOMENT2)) if has_second else (MOMENTUM,)
-
-    def _of_rule(self, key: str) -> str:
-        return of_rule(key, self._numerics.config.rule)
+        return {MOMENTUM: ADAMW_STATE[0]}
 
     def _wide(self, shard: Tensor, key: str) -> Tensor:
         """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the
@@ -236,7 +205,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
                 self._name_of[param],
                 start,
                 stop,
-                self._muons_keys if param in self._muons else ADAMW_STATE,
+                (MOMENTUM,) if param in self._muons else ADAMW_STATE,
             )
             for param, start, stop in gathered_spans(self.buffers[index])
         ]

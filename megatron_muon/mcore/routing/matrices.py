@@ -38,7 +38,7 @@ from megatron_muon.planning.layout import (
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.kinds import own_split
-from megatron_muon.settings.rules import ADAPTIVE, MATCHED, row_of
+from megatron_muon.settings.rules import MATCHED
 
 
 def matrices_of(weight: Weight, config: MuonConfig) -> Parameter:
@@ -147,22 +147,6 @@ def require_scale_mode(weight: Weight, config: MuonConfig) -> None:
             f"transposed: use {' or '.join(map(repr, MATCHED))}, experts of another "
             "class (Transformer Engine's, or no --moe-grouped-gemm), or "
             f"{named('muon_exclude')}"
-        )
-
-
-def require_one(weight: Weight, muon: Parameter, config: MuonConfig) -> None:
-    """Raise NotImplementedError for several matrices under a rule of whole weights that
-    cannot know what they are together.
-    """
-    row = row_of(config.rule)
-    cannot = row.moments[1] or weight.is_module("GroupedMLP")
-    if row.of_weights and cannot and len(muon.matrices) > 1:
-        raise NotImplementedError(
-            f"{weight.name}: {named('rule')} {config.rule} has a norm of the whole "
-            f"weight, which is {len(muon.matrices)} matrices with homes of their own: "
-            "give --muon-no-split-qkv (split_qkv=False) for fused QKV, experts of "
-            "another class than GroupedMLP, or --optimizer muon with "
-            f"{named('rule')} {config.rule.removeprefix(ADAPTIVE)}"
         )
 
 

@@ -53,17 +53,13 @@ def _require_scales(config: MuonConfig) -> None:
     for one in (config, *(config.where(settings) for _, settings in patterns)):
         own = own_rule(one.rule)
         has_own_scale = own is not None and own.scale is not None
-        row = row_of(one.rule)
-        is_free = has_own_scale or "scale_mode" in row.refuses
+        is_free = has_own_scale or "scale_mode" in row_of(one.rule).refuses
         if is_free or one.scale_mode not in MATCHED:
             continue
-        way_out = "give unit_rms_norm"
-        if row.scales and "unit_rms_norm" not in row.scales:
-            way_out = f"{named('rule')} {one.rule} has no other, so choose another rule"
         raise ValueError(
             f"use_mup with {named('scale_mode')} {one.scale_mode}: the change of a "
             "layer's output then grows with the width, so no rate carries over to "
-            f"another one: {way_out}"
+            "another one: give unit_rms_norm"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_muon.mcore.host.process_groups import Chunks, Sizes
-from megatron_muon.mcore.routing.matrices import matrices_of, require_one
+from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.param_routing import (
     NOT_IN_TABLE,
     Weight,
@@ -56,7 +56,6 @@ def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
 
         require_usable(weight, muon, sizes, config)
     if muon is not None:
-        require_one(weight, muon, config)
         replicated = muon.partition_dim is None
     elif weight.param.dim() == 2 and not weight.is_expert:
         replicated = partition_dim_of(weight) is None

@@ -58,12 +58,6 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     *_CONFIG.has(since=15, decoupled_weight_decay=_OFF),
-    *_CONFIG.has(
-        since=19,
-        adaptive_muon_moment2_method="which rule adaptive_muon is",
-        adaptive_muon_beta2="its second moment's decay",
-        adaptive_muon_eps="what is added to that moment's root",
-    ),
     _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
     *Place(_DISTRIBUTED.module, "DistributedDataParallelConfig").has(
         use_distributed_optimizer=_OFF,

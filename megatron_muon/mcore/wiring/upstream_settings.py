@@ -1,15 +1,15 @@
 """Settings of Megatron's own Muon from Python: fields of OptimizerConfig, and
 config_overrides.
 
-Fields are read as the flags of the same names. ``dist_muon`` and ``adaptive_muon`` are
-names of Megatron's alone, so with them all fields count; ``muon`` is also the plugin's,
-so there only those unlike the core's default do.
+Fields are read as the flags of the same names. ``dist_muon`` is a name of Megatron's
+alone, so with it all fields count; ``muon`` is also the plugin's, so there only those
+unlike the core's default do.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
 from megatron_muon.settings.rows import UPSTREAM
-from megatron_muon.settings.rules import ADAPTIVE
 from megatron_muon.settings.run_flags import RUN_ROWS
 
 # Settings that Megatron's own Muon has, too; ns_dtype is its muon_fp32_matmul_prec.
@@ -30,8 +29,6 @@ _SHARED = {"ns_dtype"} | {
     for field, row in ROWS.items()
     if any(flag.source == UPSTREAM for flag in row.flags)
 }
-# those of adaptive_muon
-_ADAPTIVE = {"rule", "moment2_beta2", "moment2_eps"}
 _TP_MODE = next(row for row in RUN_ROWS if row.named == "--muon-tp-mode")
 Asked = dict[str, list[str]]
 _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
@@ -54,20 +51,12 @@ def with_fields(
     is_theirs = optimizer != "muon"
     if not changed and not is_theirs:
         return config, []
-    is_adaptive = optimizer == "adaptive_muon"
-    shared = _SHARED | _ADAPTIVE if is_adaptive else _SHARED
-    _refuse_twice(config, changed or {"optimizer": optimizer}, shared)
+    _refuse_twice(config, changed or {"optimizer": optimizer})
     defaults = own_muons_fields(optimizer_config)
     usual = defaults["muon_tp_mode"] if is_theirs else "duplicated"
     mode = changed.get("muon_tp_mode", usual)
     args = Namespace(**{**changed, KEPT: defaults, "muon_tp_mode": "duplicated"})
     args.muon_rule = config.rule
-    if is_adaptive:
-        # up to core 0.18 there are no such fields
-        method = getattr(optimizer_config, "adaptive_muon_moment2_method", "adamuon")
-        args.muon_rule = f"{ADAPTIVE}{method}"
-        args.muon_moment2_beta2 = getattr(optimizer_config, "adaptive_muon_beta2", None)
-        args.muon_moment2_eps = getattr(optimizer_config, "adaptive_muon_eps", None)
     model = get_model_config(chunk)
     args.muon_defaults = "upstream" if is_theirs else None
     args.tensor_model_parallel_size = model.tensor_model_parallel_size
@@ -83,7 +72,7 @@ def with_fields(
         raise ValueError(
             f"muon_* fields of OptimizerConfig, here as flags: {error}"
         ) from error
-    config = replace(config, **{name: getattr(theirs, name) for name in shared})
+    config = replace(config, **{name: getattr(theirs, name) for name in _SHARED})
     counting = f": {', '.join(changed)}"
     if is_theirs:
         counting = f", all of them ({optimizer})"
@@ -96,11 +85,9 @@ def with_fields(
     return config, lines + blockwise_lines(args, "muon_tp_mode='blockwise'", mode)
 
 
-def _refuse_twice(
-    config: MuonConfig, changed: Mapping[str, Any], shared: Set[str]
-) -> None:
+def _refuse_twice(config: MuonConfig, changed: Mapping[str, Any]) -> None:
     twice = [
-        f"{name}={getattr(config, name)!r}" for name in sorted(config.given & shared)
+        f"{name}={getattr(config, name)!r}" for name in sorted(config.given & _SHARED)
     ]
     if twice:
         named = ", ".join(f"{name}={value!r}" for name, value in changed.items())

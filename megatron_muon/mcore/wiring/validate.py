@@ -26,7 +26,7 @@ from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
-from megatron_muon.settings.rules import row_of
+from megatron_muon.settings.flags import ADAPTIVE
 
 _BY_ROUND = (
     "use optimizer_cpu_offload with use_precision_aware_optimizer, which "
@@ -171,13 +171,11 @@ def refuse(config: MuonConfig, arguments: Mapping[str, Any]) -> None:
 def _faults_of_call(
     config: MuonConfig, optimizer_config: Any, arguments: Mapping[str, Any]
 ) -> Iterator[Exception]:
-    adaptive = fields_set(optimizer_config, "adaptive_muon_")
-    if adaptive and optimizer_config.optimizer != "adaptive_muon":
-        yield ValueError(
-            f"OptimizerConfig.{', '.join(adaptive)} is of optimizer='adaptive_muon', "
-            f"and the optimizer is {optimizer_config.optimizer!r}: give that, or leave "
-            "it at its default"
-        )
+    adaptive = list(fields_set(optimizer_config, "adaptive_muon_"))
+    if optimizer_config.optimizer == "adaptive_muon":
+        adaptive.insert(0, "optimizer='adaptive_muon'")
+    if adaptive:
+        yield ValueError(f"OptimizerConfig.{', '.join(adaptive)}: {ADAPTIVE}")
     if config.clip_scope != "all" and not optimizer_config.clip_grad > 0.0:
         yield ValueError(
             f"{named('clip_scope')} {config.clip_scope!r} with clip_grad "
@@ -192,15 +190,6 @@ def _faults_of_call(
             yield NotImplementedError(
                 f"{named('full_period')} with optimizer_cpu_offload: state comes from "
                 f"the host in the rounds of full steps; {_ONE}"
-            )
-    second = optimizer_config.exp_avg_sq_dtype
-    of_elements = row_of(config.rule).moments[0] > 0
-    if optimizer_config.optimizer_cpu_offload and of_elements:
-        if second != torch.float32:  # HostMemory has no scales
-            yield NotImplementedError(
-                f"{named('rule')} {config.rule!r} with optimizer_cpu_offload and "
-                f"exp_avg_sq_dtype={second}: the rule keeps second moments, which are "
-                "fp32 in host memory; give fp32 (--exp-avg-sq-dtype fp32)"
             )
     narrow = optimizer_config.use_precision_aware_optimizer
     if narrow and config.momentum_dtype != "fp32":

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_muon.settings.config import ROWS, MuonConfig
 from megatron_muon.settings.flags import (
+    ADAPTIVE,
     KEPT,
     MUONS,
     blockwise_lines,
@@ -21,7 +22,7 @@ from megatron_muon.settings.flags import (
     upstream_value,
     written,
 )
-from megatron_muon.settings.rules import ADAPTIVE, MATCHED, RULES, row_of
+from megatron_muon.settings.rules import MATCHED, row_of
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -44,29 +45,22 @@ def is_on(args: Any) -> bool:
 
 
 def rename_megatrons(args: Namespace) -> list[str]:
-    """Make ``dist_muon`` and ``adaptive_muon`` Muon with Megatron's own defaults, as
-    from Python; lines to print.
+    """Make ``dist_muon`` Muon with Megatron's own defaults, as from Python; lines to
+    print.
 
-    Up to core 0.15 Megatron has neither the names nor defaults, so there they are
-    ``muon`` alone, with its rule.
+    Up to core 0.15 Megatron has neither the name nor defaults, so there it is ``muon``
+    alone.
 
     Raises:
-        ValueError: ``adaptive_muon`` with a rule that is not one of its own.
+        ValueError: the name is ``adaptive_muon``.
     """
     given = args.optimizer
     if given == "muon":
         return []
+    if given == "adaptive_muon":
+        raise ValueError(f"--optimizer adaptive_muon: {ADAPTIVE}")
     args.optimizer = "muon"
     name = "--optimizer muon"
-    if given == "adaptive_muon":
-        args.muon_rule = written(args, "muon_rule") or f"{ADAPTIVE}adamuon"
-        if not args.muon_rule.startswith(ADAPTIVE):
-            theirs = [rule for rule in RULES if rule.startswith(ADAPTIVE)]
-            raise ValueError(
-                f"--optimizer adaptive_muon with --muon-rule {args.muon_rule}, which "
-                f"is another update: give {', '.join(theirs)}, or --optimizer muon"
-            )
-        name += f" --muon-rule {args.muon_rule}"
     defaults = upstream_defaults(args)
     if defaults:
         args.muon_defaults = written(args, "muon_defaults") or "upstream"

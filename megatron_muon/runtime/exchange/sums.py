@@ -30,21 +30,12 @@ class SliceSums:
         number: of the round.
         rank: of the stage.
         exchange: of this rank; its group adds, on its device.
-        of_parameters: adds over all matrices of a parameter.
     """
 
     def __init__(
-        self,
-        plan: ExchangePlan,
-        number: int,
-        rank: int,
-        exchange: Exchange,
-        *,
-        of_parameters: bool = False,
+        self, plan: ExchangePlan, number: int, rank: int, exchange: Exchange
     ) -> None:
         def whole(one: Slice) -> int:
-            if of_parameters:
-                return one.parameter
             strip = plan.matrices[one.matrix].strip
             # the first strip stands for its matrix
             return one.matrix if strip is None else one.matrix - strip.number

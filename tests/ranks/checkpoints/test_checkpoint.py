@@ -88,20 +88,12 @@ KINDS = {
         replace(MOE, weight_decay=0.0, muon=(("rule", "hyperball"),)),
         EP2,
     ),
-    "second moments of elements": (
-        replace(MOE, muon=(("rule", "adamuon"),)),
-        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
-    ),
-    "second moments of elements beside int8": (
-        replace(BF16, muon=(("rule", "adamuon"), ("momentum_dtype", "int8"))),
+    "second moments beside int8": (
+        replace(BF16, muon=(("rule", "normuon"), ("momentum_dtype", "int8"))),
         Topology(dp=3, overlap=True),
     ),
     "second moments of matrices": (
         replace(MOE, muon=(("rule", "namo"), ("split_matrices", 2))),
-        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
-    ),
-    "second moments of whole weights": (
-        replace(MOE, muon=(("rule", "adaptive_namo"), ("split_matrices", 2))),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
     ),
     "second moments at homes": (

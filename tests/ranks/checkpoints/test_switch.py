@@ -69,15 +69,11 @@ def _switched(
 
 
 NORMUON = replace(MUON, muon=(("rule", "normuon"),))
-ADAMUON = replace(MUON, muon=(("rule", "adamuon"),))
 HYPERBALL = replace(MUON, muon=(("rule", "hyperball"),), weight_decay=0.0)
-ADAPTIVE = replace(MUON, muon=(("rule", "adaptive_adamuon"),))
 SHAPES = {
     "dp3": (MUON, Topology(dp=3)),
     "moe": (MOE, Topology(dp=2, ep=2)),
     "second moments": (NORMUON, Topology(tp=2)),
-    "second moments of elements": (ADAMUON, Topology(dp=2)),
-    "second moments of Megatron's": (ADAPTIVE, Topology(dp=2)),
     "radii": (HYPERBALL, Topology(dp=2)),
 }
 

@@ -203,7 +203,6 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
         (("radii", ((FC1, 3.0),)),),
         "in radii (--muon-radius) matches no parameter of",
     ),
-    "rule of all": ({PROJ: {"rule": "adamuon"}}, (), "adamuon is for all matrices"),
     "factor": (
         {PROJ: {"min_lr": 0.1}},
         (("lr_mults", ((PROJ, 1.0),)),),

@@ -38,13 +38,7 @@ BY_PATTERN = (
     "*.linear_fc2.*:rule=muon",
     "*.linear_proj.*:rule=namo",
 )
-ADAPTIVE: dict[str, tuple[tuple[str, Any], ...]] = {
-    # its elements are near 1 before they are scaled, not near 1 / √n
-    "adaptive_adamuon": (("scale_mode", "unit_rms_norm"),),
-    "adaptive_normuon": (("split_qkv", False),),  # its weights are one matrix
-    "adaptive_namo": (),
-}
-RULES = ("hyperball", "normuon", "adamuon", "namo", *ADAPTIVE, OWN, SEVERAL)
+RULES = ("hyperball", "normuon", "namo", OWN, SEVERAL)
 MOE = replace(CASE, moe=True)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 # An element's error is that of a norm: a sum of at most 1e5 squares in fp32, by slice
@@ -60,7 +54,6 @@ def _by(rule: str, case: Case) -> Case:
     """The same with another rule; the later setting counts."""
     if rule == SEVERAL:
         return _with(case, ("by_pattern", BY_PATTERN))
-    case = _with(case, *ADAPTIVE.get(rule, ()))
     return _with(case, ("rule", rule))
 
 
@@ -93,11 +86,9 @@ if VERSION < (0, 18):
     del CASES["aligned shards"]  # megatron-core takes no layout of its buffers
 PAIRS = [
     (name, rule)
-    for name, (case, _) in CASES.items()
+    for name in CASES
     for rule in RULES
-    # one gets whole matrices, others whole weights
-    if not (rule == OWN and name.startswith("shared"))
-    and not (rule in ADAPTIVE and "splits" in dict(case.muon))
+    if not (rule == OWN and name.startswith("shared"))  # it gets whole matrices
 ]
 
 
@@ -140,7 +131,7 @@ def test_every_norm_stays(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo"])
+@pytest.mark.parametrize("rule", ["normuon", "namo"])
 def test_an_update_has_the_root_mean_square_that_is_promised(rule: str) -> None:
     """Of a first step, in which NAMO's factor is 1, whose directions are as orthogonal
     as five steps of Newton-Schulz make them.
@@ -212,7 +203,7 @@ def test_a_gradient_that_is_not_finite_leaves_its_matrix(
         assert torch.equal(value, (before if name == FC1 else plain)[name]), name
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ADAPTIVE])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("column", [5, 90])
 def test_a_matrix_with_units_of_columns_stays_as_a_whole(
     column: int, rule: str
@@ -227,7 +218,7 @@ def test_a_matrix_with_units_of_columns_stays_as_a_whole(
         torch.testing.assert_close(after, before, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo"])
+@pytest.mark.parametrize("rule", ["normuon", "namo"])
 def test_a_load_heals_half_a_step(rule: str, tmp_path: Path) -> None:
     case = _by(rule, _with(CASE, ("round_bytes", 1)))
     check_half_step(case, Topology(tp=2), "momentum", formats()[-1], tmp_path)
@@ -342,7 +333,7 @@ def test_numbers_have_updates_of_the_radii() -> None:
             assert 0.5 < numbers["update_rms"] / numbers["weight_rms"] < 1.25
 
 
-@pytest.mark.parametrize("rule", ["normuon", "adamuon", "namo", SEVERAL])
+@pytest.mark.parametrize("rule", ["normuon", "namo", SEVERAL])
 def test_numbers_have_updates_where_they_are_the_directions(rule: str) -> None:
     case = replace(_by(rule, CASE), steps=2)
     steps = [having(rows, "momentum_norm") for rows in logged(case, Topology())[1]]

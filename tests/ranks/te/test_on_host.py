@@ -115,15 +115,13 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
         replace(HOSTED, **MOE),
         replace(HALVES, weight_decay=0.0, muon=(("rule", "hyperball"), *ONE_BY_ONE)),
         replace(HALVES, muon=(("rule", "normuon"), *ONE_BY_ONE)),
-        replace(HALVES, muon=(("rule", "adamuon"), *ONE_BY_ONE)),
         replace(HOSTED, muon=(("momentum_warmup", 2), ("cautious_decay", True))),
         replace(HALVES, muon=(("rule", "namo"), *ONE_BY_ONE)),
-        replace(HALVES, muon=(("rule", "adaptive_adamuon"), *ONE_BY_ONE)),
         replace(HALVES, muon=(("by_pattern", ("*.linear_fc1.*:rule=namo",)),)),
     ],
     ids=(
-        "plain clip rounds halves half bf16 fp16 experts hyperball normuon adamuon "
-        "warm-up namo adaptive several"
+        "plain clip rounds halves half bf16 fp16 experts hyperball normuon "
+        "warm-up namo several"
     ).split(),
 )
 def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
@@ -253,15 +251,8 @@ def _refused(change: dict[str, Any]) -> str:
             "exp_avg_dtype=torch.fl",
         ),
         ({"islands": ("*fc1*",)}, "optimizer_cpu_offload with fp32 weights"),
-        (
-            {
-                "muon": (("rule", "adamuon"),),
-                "narrow": (*HOSTED.narrow, ("exp_avg_sq_dtype", torch.uint8)),
-            },
-            "optimizer_cpu_offload and exp_avg_sq_dtype=torch.uint8: the rule keeps",
-        ),
     ],
-    ids=["dtype", "fp32-weights", "adamuon"],
+    ids=["dtype", "fp32-weights"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
     assert said in run(_refused, 1, change)[0]

@@ -101,9 +101,7 @@ def _of_optimizer(held: Whole) -> Whole:
         {**IN_FP16, "clip": 1.0},
         {"weight_decay": 0.0, "muon": (("rule", "hyperball"),)},
         {"muon": (("rule", "normuon"),)},
-        {"muon": (("rule", "adamuon"),)},
         {"muon": (("rule", "namo"),)},
-        {"muon": (("rule", "adaptive_adamuon"),)},
         {"muon": (("by_pattern", ("*.linear_fc1.*:rule=namo",)),)},
     ],
     ids=[
@@ -116,9 +114,7 @@ def _of_optimizer(held: Whole) -> Whole:
         "fp16",
         "hyperball",
         "normuon",
-        "adamuon",
         "namo",
-        "adaptive",
         "several",
     ],
 )

@@ -169,19 +169,12 @@ class Oracle:
         decay = lr * self.weight_decay(name, w) * self.decay_factor(name)
         before = w.clone()
         w.copy_(r(w * (1 - decay)))
-        if self.second_moment.startswith("adaptive_"):
-            scale = lr * self.rms * math.sqrt(self.scale_size(name, *w.shape))
-            w.copy_(r(w - r(scale * self._adaptive(name, g, u))))
-            return
         for number, rows in enumerate(self.matrices(name, w)):
-            entry = u[rows].sign() if self.second_moment == "adamuon" else u[rows]
-            direction = self.orthogonalize(entry, self.ns_steps)
+            direction = self.orthogonalize(u[rows], self.ns_steps)
             if self.second_moment == "namo":
                 alpha = self._namo((name, number), g[rows], u[rows])
                 w[rows] = r(before[rows] * (1 - alpha * decay))
                 direction = r(alpha * direction)
-            if self.second_moment == "adamuon":
-                direction = self._adamuon((name, number), direction)
             if self.second_moment == "normuon":
                 direction = self._normuon((name, number), direction)
             if self.hyperball:
@@ -228,38 +221,6 @@ class Oracle:
         return self.rounded(
             math.sqrt(1 - self.beta2**taken) * mean / (v.sqrt() + self.eps2)
         )
-
-    def _adaptive(self, name: str, g: Tensor, u: Tensor) -> Tensor:
-        """Emerging-Optimizers' AdaptiveMuon: moments of a whole weight, whose parts are
-        directions; each method's docstring there has its formula.
-        """
-        x = torch.zeros_like(u)
-        for rows in self.matrices(name, u):
-            x[rows] = self.orthogonalize(u[rows], self.ns_steps)
-        short = 1 if x.shape[0] >= x.shape[1] else 0
-        seen = {
-            "adaptive_adamuon": x.square(),
-            "adaptive_normuon": x.square().mean(dim=short, keepdim=True),
-            "adaptive_namo": g.square().sum(),
-        }[self.second_moment]
-        before = self.moments.get((name, 0), torch.zeros_like(seen))
-        v = self.beta2 * before + (1 - self.beta2) * seen
-        self.moments[name, 0] = v
-        if self.second_moment == "adaptive_normuon":
-            made = x / v.clamp(min=self.eps2).sqrt()
-            return self.rounded(made * x.norm() / made.norm())
-        made = x / (v.sqrt() + self.eps2)
-        if self.second_moment == "adaptive_namo":
-            made *= (1 - self.mu) * u.norm()  # the momentum as a mean
-        return self.rounded(made)
-
-    def _adamuon(self, unit: tuple[str, int], direction: Tensor) -> Tensor:
-        """AdaMuon (arXiv 2507.11005, algorithm 1, lines 5 to 7)."""
-        before = self.moments.get(unit, torch.zeros_like(direction))
-        after = self.beta2 * before + (1 - self.beta2) * direction.square()
-        self.moments[unit] = after
-        made = direction / (after.sqrt() + self.eps2)
-        return self.rounded(made * math.sqrt(min(direction.shape)) / made.norm())
 
     def matrices(self, name: str, w: Tensor) -> list[list[int]] | range:
         """The rows of each matrix of a weight; of legacy experts, the number of

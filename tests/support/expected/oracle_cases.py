@@ -133,11 +133,6 @@ CASES = {
         steps=FEW,
         muon=(*FP32.muon, HYPERBALL, ("split_matrices", 2)),
     ),
-    "adamuon": replace(FP32, muon=(*FP32.muon, ("rule", "adamuon"))),
-    "adamuon-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "adamuon"))),
-    "adamuon-experts": replace(
-        FP32, moe=True, steps=FEW, muon=(*FP32.muon, ("rule", "adamuon"))
-    ),
     "namo": replace(FP32, muon=(*FP32.muon, ("rule", "namo"))),
     "namo-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "namo"))),
     "namo-experts": replace(
@@ -177,26 +172,12 @@ CASES = {
     "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
     "fp16": with_ns(replace(BASE, bf16=False, fp16=True, steps=FEW), "bf16"),
 }
-# normuon's eps bounds moments of the first steps; its norms want whole weights
-ADAPTIVE: dict[str, tuple[tuple[str, Any], ...]] = {
-    "adaptive_adamuon": (("scale_mode", "unit_rms_norm"), ("moment2_eps", 1e-3)),
-    "adaptive_normuon": (("split_qkv", False), ("moment2_eps", 1e-3)),
-    "adaptive_namo": (("nesterov", False),),
-}
-for rule, settings in ADAPTIVE.items():
-    own = ("rule", rule), *settings
-    CASES[rule] = replace(FP32, muon=(*FP32.muon, *own))
-    CASES[f"{rule}-bf16"] = replace(BF16, muon=(*BF16.muon, *own))
-    more = (*FP32.muon, *own, ("split_matrices", 2))
-    CASES[f"{rule}-experts"] = replace(FP32, moe=True, steps=FEW, muon=more)
 EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
 WHERE = {
     "moe": EXPERTS,
     "hyperball-experts": EXPERTS,
     "normuon-experts": EXPERTS,
     "namo-experts": EXPERTS,
-    "adamuon-experts": EXPERTS,
-    **{f"{rule}-experts": EXPERTS for rule in ADAPTIVE},
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),

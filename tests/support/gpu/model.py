@@ -39,8 +39,7 @@ def flags_of(settings: Settings, *, tiny: bool = False) -> Namespace:
 
 def row_of(name: str, rule: str = "muon") -> Row:
     """A row of ``bench step`` with Moonlight's settings, and a rule."""
-    of_rule = MuonConfig(rule=rule, split_qkv=rule != "adaptive_normuon")
-    (row,) = rows(of_rule, [name])
+    (row,) = rows(MuonConfig(rule=rule), [name])
     return row
 
 

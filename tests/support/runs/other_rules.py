@@ -29,7 +29,7 @@ class Centred(Rule):
     """
 
     names = PhaseNames("centred/before", "centred/home", "centred/after")
-    states_before = (KEY,)
+    state_keys = (KEY,)
     asks_before = True
     asks_after = True
 

@@ -291,40 +291,34 @@ def test_a_megatron_without_a_muon_of_its_own_has_no_defaults_to_differ_from() -
 
 
 @WITH_MUON
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [("dist_muon", ()), ("adaptive_muon", ("--muon-rule", "adaptive_adamuon"))],
-)
 @pytest.mark.parametrize("given", [(), ("--muon-momentum", "0.8", "--muon-nesterov")])
-def test_megatrons_names_are_muon_with_megatrons_own_defaults(
-    version: str, given: tuple[str, ...], name: str, rule: tuple[str, ...]
+def test_dist_muon_is_muon_with_megatrons_own_defaults(
+    version: str, given: tuple[str, ...]
 ) -> None:
     """As from Python: Moonlight's scale would make the updates of its lines five times
     smaller.
     """
-    args = parsed(version, "--optimizer", name, *given)
+    args = parsed(version, "--optimizer", "dist_muon", *given)
     (line,) = rename_megatrons(args)
-    new = " ".join(("--optimizer muon", *rule, "--muon-defaults"))
-    assert f"{name} is megatron_muon's Muon here; its name is {new} up" in line
+    new = "--optimizer muon --muon-defaults"
+    assert f"dist_muon is megatron_muon's Muon here; its name is {new} up" in line
     assert args.optimizer == "muon"
     assert muon_config(args) == config_of(
-        version, "--muon-defaults", "upstream", *rule, *given
+        version, "--muon-defaults", "upstream", *given
     )
     assert rename_megatrons(args) == []
-    own = parsed(version, "--optimizer", name, "--muon-defaults", "moonlight", *given)
+    named = "--optimizer", "dist_muon", "--muon-defaults", "moonlight"
+    own = parsed(version, *named, *given)
     assert rename_megatrons(own)[0].count(f"{new} moonlight") == 1
-    assert muon_config(own) == config_of(version, *rule, *given)
+    assert muon_config(own) == config_of(version, *given)
 
 
-def test_adaptive_muon_has_its_own_rules_alone() -> None:
-    args = parsed("0.19", "--optimizer", "adaptive_muon", "--muon-rule", "normuon")
-    with pytest.raises(ValueError, match="adaptive_normuon, adaptive_namo, or --opt"):
+def test_adaptive_muon_is_refused_with_the_rules_to_take() -> None:
+    args = parsed("0.19", "--optimizer", "adaptive_muon")
+    said = "--optimizer muon with --muon-rule normuon or namo .* own class"
+    with pytest.raises(ValueError, match=f"^--optimizer adaptive_muon: .*{said}"):
         rename_megatrons(args)
-    chosen = parsed(
-        "0.19", "--optimizer", "adaptive_muon", "--muon-rule", "adaptive_namo"
-    )
-    rename_megatrons(chosen)
-    assert muon_config(chosen).rule == "adaptive_namo"
+    assert args.optimizer == "adaptive_muon"
 
 
 def test_before_megatron_had_a_muon_dist_muon_is_muon_alone() -> None:

@@ -43,7 +43,7 @@ def _round(optimizer: int, number: int, travels: bool, done: list[Done]) -> Any:
 def _engine(optimizer: int, travels: Sequence[bool], done: list[Done]) -> Engine:
     names: Any = SimpleNamespace(after_scatter="update")
     rule: Any = SimpleNamespace(
-        names=names, states_before=(), states_after=(), asks=False, counts_steps=False
+        names=names, state_keys=(), asks=False, counts_steps=False
     )
     plan: Any = SimpleNamespace(matrices=())
     own: Any = SimpleNamespace(shards={})

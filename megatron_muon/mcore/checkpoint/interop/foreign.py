@@ -26,7 +26,6 @@ from typing import Any
 from megatron_muon.mcore.checkpoint.buffers import (
     CHOICES,
     FORMAT,
-    MOMENT2,
     MOMENTUM,
     RECORD,
 )
@@ -197,7 +196,7 @@ def renamed(state: Any, source: Source) -> Any:
     source.
 
     It is in a format that has whole weights. It lacks main parameters that are the
-    model's weights, so no key is loaded twice, and second moments, which start at zero.
+    model's weights, so no key is loaded twice.
     """
     if hasattr(state, "key"):
         return dataclasses.replace(state, key=source.of(state.key))
@@ -207,7 +206,7 @@ def renamed(state: Any, source: Source) -> Any:
     return {
         name: renamed(value, source)
         for name, value in state.items()
-        if name not in omitted and not str(name).startswith(MOMENT2)
+        if name not in omitted
     }
 
 
