@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_muon.rules.muon import MOMENTUM_KEY
+from megatron_muon.rules.muon import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.states import States
 
-Place = TypeVar("Place")
 BLOCK = 256  # elements, counted from the first one of the parameter's TP slice
 AT_ONCE = 1 << 22  # elements, which bounds scratch memory
 DECADES = 7
@@ -42,36 +41,42 @@ def values_on(device: torch.device) -> Tensor:
     )
 
 
-class Packed(States, Generic[Place]):
-    """States with Muon's momentum in fewer bytes, in one fp32 tensor a shard.
+class InBlocks(States):
+    """States with Muon's momentum in blocks, in one fp32 tensor a shard: scales, then
+    codes. A block that the edge of a shard cuts has two scales.
 
-    Fused Adam classes refuse other dtypes and keys. It stays where Megatron loads
-    tensors without values.
+    Fused Adam classes refuse other dtypes and keys. The tensor stays where Megatron
+    loads tensors without values.
 
     Args:
         optimizer: see ``States``.
-        places: by ``id`` of a shard of Muon's, where its elements are.
+        starts: by ``id`` of a shard of Muon's, its first element in the parameter's TP
+            slice.
     """
 
     are_copies = True
-    _size: Callable[[Tensor], int]  # elements of a shard's tensor
-    # a shard's momentum, out of its tensor
-    _unpacked: Callable[[Tensor, Tensor], Tensor]
-    _pack: Callable[[Tensor, Tensor, Tensor], None]  # into it
+    _values: Tensor | None = None
 
-    def __init__(self, optimizer: Any, places: Mapping[int, Place]) -> None:
+    def __init__(self, optimizer: Any, starts: Mapping[int, int]) -> None:
         super().__init__(optimizer)
-        self._places = places
+        self._starts = starts
+
+    @classmethod
+    def of(cls, optimizer: Any, muon: DistributedMuon) -> InBlocks:
+        """The states of an Adam with ``muon`` in it."""
+        spans = muon.own.shards
+        ids = {index: id(shard) for index, shard in muon.main_params.items()}
+        return cls(optimizer, {ids[at]: span.start for at, span in spans.items()})
 
     def get(self, shard: Tensor, key: str) -> Tensor:
         """See ``States``."""
         held = super().get(shard, key)
-        is_packed = key == MOMENTUM_KEY and id(shard) in self._places
+        is_packed = key == MOMENTUM_KEY and id(shard) in self._starts
         return self._unpacked(shard, held) if is_packed else held
 
     def put(self, shard: Tensor, key: str, wide: Tensor) -> None:
         """See ``States``."""
-        if key != MOMENTUM_KEY or id(shard) not in self._places:
+        if key != MOMENTUM_KEY or id(shard) not in self._starts:
             super().put(shard, key, wide)
         else:
             self._pack(shard, super().get(shard, key), wide)
@@ -80,7 +85,7 @@ class Packed(States, Generic[Place]):
         """See ``States``."""
         state = self._optimizer.state[shard]
         if not state:
-            size = self._size(shard)
+            size = self._blocks(shard) + -(-shard.numel() // 4)
             for key in keys:
                 state[key] = torch.zeros_like(shard, dtype=torch.float32)
             state[MOMENTUM_KEY] = state[MOMENTUM_KEY].new_zeros(size)
@@ -93,36 +98,20 @@ class Packed(States, Generic[Place]):
         mine = {
             key: shard
             for key, shard in zip(keys, shards, strict=True)
-            if id(shard) in self._places
+            if id(shard) in self._starts
         }
         kept = {
-            shard: super(Packed, self).get(shard, MOMENTUM_KEY)
+            shard: super(InBlocks, self).get(shard, MOMENTUM_KEY)
             for shard in mine.values()
         }
         state = {}
         for key, held in state_dict["state"].items():
-            names = held.keys()
-            if key in mine:  # a rule may have second moments, Muon has none
-                known = {"step", *self._optimizer.state[mine[key]]} - {MOMENTUM_KEY}
-                names = [name for name in held if name in known]
+            # Muon has no second moment
+            names = held.keys() & {"step"} if key in mine else held.keys()
             state[key] = {name: held[name] for name in names}
         load_state_dict({**state_dict, "state": state})
         for shard, momentum in kept.items():
             self._optimizer.state[shard][MOMENTUM_KEY] = momentum
-
-
-class InBlocks(Packed[int]):
-    """States with Muon's momentum in blocks. A block that the edge of a shard cuts has
-    two scales.
-
-    A shard's place is that of its first element in the parameter's TP slice. Its tensor
-    has scales, then codes.
-    """
-
-    _values: Tensor | None = None
-
-    def _size(self, shard: Tensor) -> int:
-        return self._blocks(shard) + -(-shard.numel() // 4)
 
     def _unpacked(self, shard: Tensor, held: Tensor) -> Tensor:
         wide = torch.empty(shard.numel(), device=shard.device)
@@ -156,7 +145,7 @@ class InBlocks(Packed[int]):
         codes.
         """
         blocks = self._blocks(shard)
-        before = self._places[id(shard)] % BLOCK
+        before = self._starts[id(shard)] % BLOCK
         start, codes = 0, held[blocks:].view(torch.uint8)
         for scales in torch.split(held[:blocks], AT_ONCE // BLOCK):
             stop = min(start + len(scales) * BLOCK - before, shard.numel())
@@ -164,7 +153,7 @@ class InBlocks(Packed[int]):
             start, before = stop, 0
 
     def _blocks(self, shard: Tensor) -> int:
-        return -(-(self._places[id(shard)] % BLOCK + shard.numel()) // BLOCK)
+        return -(-(self._starts[id(shard)] % BLOCK + shard.numel()) // BLOCK)
 
     def _values_of(self, shard: Tensor) -> Tensor:
         if self._values is None or self._values.device != shard.device:

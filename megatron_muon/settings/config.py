@@ -97,8 +97,7 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             Default: 0.85.
         momentum_dtype: Muon's momentum in memory. int8: one byte an element, in blocks
             of 256 with an fp32 scale each (arXiv 2509.23106); where a shard's edge cuts
-            a block, bits depend on the layout. bf16: two bytes, rounded up or down at
-            random by step and element, whatever the layout. Default: 'fp32'.
+            a block, bits depend on the layout. Default: 'fp32'.
         nesterov: False: orthogonalize the momentum M. Default: True.
         ns_steps: Newton-Schulz iterations for each matrix, 1 to 100 (arXiv 2502.16982,
             section 2.2). Default: 5.

@@ -21,7 +21,7 @@ from megatron_muon.settings.rules import ScaleMode, help_text, require_name
 NsIteration = Literal["standard", "gram", "auto"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
-MomentumDtype = Literal["fp32", "bf16", "int8"]
+MomentumDtype = Literal["fp32", "int8"]
 Preset = Literal["safe", "fast"]
 SymmetricProducts = Literal["auto", "triton", "torch"]
 
@@ -43,6 +43,20 @@ _SET = kinds.Kind(
 )
 _STEPS = f"The default is {DEFAULT_STEPS}, and with deepseekv4 the 10 that it has."
 _FACTORS = kinds.pairs("factor", kinds.MULTIPLIER)
+_DTYPES = kinds.choice(get_args(MomentumDtype))
+
+
+def _check_dtype(name: str, value: object) -> None:
+    if value == "bf16":
+        raise ValueError(
+            f"{name} bf16 was removed: give int8, which is smaller, or with "
+            "Transformer Engine --use-precision-aware-optimizer --exp-avg-dtype bf16"
+        )
+    _DTYPES.check(name, value)
+
+
+# without choices, so that argparse leaves the check to the setting's own
+_MOMENTUM_DTYPE = kinds.Kind(_check_dtype, metavar="|".join(_DTYPES.choices))
 _BELOW_ONE = kinds.number("in [0, 1)", lambda value: 0 <= value < 1)
 
 
@@ -161,11 +175,10 @@ class UpdateSettings:
         "--muon-momentum-dtype",
         "Muon's momentum in memory. int8: one byte an element, in blocks of 256 with "
         "an fp32 scale each (arXiv 2509.23106); where a shard's edge cuts a block, "
-        "bits depend on the layout. bf16: two bytes, rounded up or down at random by "
-        "step and element, whatever the layout. Newton-Schulz gets it before it is "
-        "rounded. Checkpoints hold fp32, and load with each. With "
+        "bits depend on the layout. Newton-Schulz gets it before it is rounded. "
+        "Checkpoints hold fp32, and load with either. With "
         "--use-precision-aware-optimizer give --exp-avg-dtype.",
-        kinds.choice(get_args(MomentumDtype)),
+        _MOMENTUM_DTYPE,
     )
     nesterov: bool = row(
         True,

@@ -25,7 +25,7 @@ from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_t
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from megatron_muon.settings.rules import row_of
-from megatron_muon.settings.update import ElementwiseBy, MomentumDtype, Preset
+from megatron_muon.settings.update import ElementwiseBy, Preset
 from support.gpu.predicted import predicted
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.plans import flags_of, small_plan
@@ -96,26 +96,23 @@ def test_norm_clip_and_copy_have_the_virtual_gpus_bytes() -> None:
 
 
 @pytest.mark.parametrize("elementwise", ["auto", "foreach"])
-@pytest.mark.parametrize(
-    ("dtype", "launches", "nbytes"), [("int8", 14, 62), ("bf16", 15, 110)]
-)
-def test_a_momentum_in_fewer_bytes_costs_its_launches_and_bytes_and_waits_for_nothing(
-    elementwise: ElementwiseBy, dtype: MomentumDtype, launches: int, nbytes: int
+def test_a_momentum_in_int8_costs_its_launches_and_bytes_and_waits_for_nothing(
+    elementwise: ElementwiseBy,
 ) -> None:
     config = replace(CONFIG, elementwise=elementwise)
     plan = small_plan(config, 1, 2, hidden=512, ffn=1280)
     recorded, priced = [], []
-    for one in (config, replace(config, momentum_dtype=dtype)):
+    for one in (config, replace(config, momentum_dtype="int8")):
         recording = record_step(plan, 0, one, steps=2)
         assert recording.host_syncs == [] and recording.races == []
         recorded.append(recording.launches)
         priced.append(price_step([Optimizer(plan, (0, 0))], one, H100))
     # the busiest rank's; some slices share a shard here
-    assert recorded[1] - recorded[0] == launches * len(plan.for_rank(0).shards)
+    assert recorded[1] - recorded[0] == 14 * len(plan.for_rank(0).shards)
     assert priced[1].launches - priced[0].launches >= recorded[1] - recorded[0]
     elements = sum(span.size for span in plan.for_rank(0).shards.values())
     more = priced[1].phases["momentum"] - priced[0].phases["momentum"]
-    assert more >= nbytes * elements / H100.memory
+    assert more >= 62 * elements / H100.memory
 
 
 def test_second_moments_at_homes_cost_their_launches_and_bytes() -> None:
@@ -198,7 +195,6 @@ def test_second_moments_are_in_the_memory_at_rest() -> None:
         MuonConfig(split_matrices=3, ns_dtype="bf16"),
         MuonConfig(split_matrices=4, ns_iteration="gram"),
         MuonConfig(momentum_dtype="int8", round_bytes=1 << 20),
-        MuonConfig(momentum_dtype="bf16"),
     ],
     ids=[
         "default",
@@ -210,7 +206,6 @@ def test_second_moments_are_in_the_memory_at_rest() -> None:
         "in 3 strips of bf16",
         "in 4 strips with gram",
         "int8",
-        "bf16",
     ],
 )
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(

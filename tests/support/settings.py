@@ -129,7 +129,10 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "ns_iteration": (("cubic", "must be one of standard, gram, auto, got 'cubic'"),),
     "ns_dtype": (("fp64", "one of bf16, fp16, fp32, got 'fp64'"),),
     "ns_batch": _COUNT,
-    "momentum_dtype": (("fp8", "must be one of fp32, bf16, int8, got 'fp8'"),),
+    "momentum_dtype": (
+        ("fp8", "must be one of fp32, int8, got 'fp8'"),
+        ("bf16", "bf16 was removed: give int8, which is smaller, or with"),
+    ),
     "elementwise": (("slow", "must be one of auto, foreach, got 'slow'"),),
     "symmetric_products": (
         ("cutlass", "must be one of auto, triton, torch, got 'cutlass'"),

@@ -96,9 +96,9 @@ def state_bytes_of(run: Run) -> StateBytes:
     # are kept beside them
     kept: StateBytes | None = getattr(run.flags, "state_bytes", None)
     held = state_bytes(run.flags) if kept is None else kept
-    packed = {"bf16": 2, "int8": 1 + _FP32 / BLOCK}
+    in_blocks = run.config.momentum_dtype == "int8"
     return held._replace(
-        momentum=packed.get(run.config.momentum_dtype, held.momentum),
+        momentum=1 + _FP32 / BLOCK if in_blocks else held.momentum,
         of_rule=max(row_of(rule).moments for rule in run.config.rules),
     )
 

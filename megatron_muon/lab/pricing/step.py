@@ -59,15 +59,9 @@ _FUSED_UPDATE = 8, 2
 # bytes, operations
 _MOMENTUM = {True: (8 + 12 + 8 + 12 + 4, 5), False: (8 + 12 + 4, 3)}
 _NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
-# A momentum in fewer bytes is made wide and put back (``rules.int8_momentum``,
-# ``bf16_momentum``).
-_PACKED = {  # bytes, launches
-    "int8": ((5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 4 + 10),
-    "bf16": (
-        6 + (5 + 9) + (4 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 12) + (8 + 6),
-        1 + 2 + 10 + 2,
-    ),
-}
+# A momentum in blocks is made wide and put back (``rules.int8_momentum``).
+# bytes, launches
+_PACKED = (5 + 8 + 4 + 12) + (8 + 4 + 8 + 8 + 5), 4 + 10
 _UPDATE = 8 + 8 + 12 + 4, 4  # bytes, operations
 _ADAMW = 16 + 12
 # Bytes of an element around the step, by Transformer Engine's kernels and torch's copy.
@@ -224,9 +218,10 @@ class _Steps:
         elements, pieces = work.held[rank], work.pieces[rank]
         if not elements:
             return Cost()
-        nbytes, launches = _PACKED.get(self._config.momentum_dtype, (0, 0))
-        packed = stream(self._hardware, elements * nbytes, launches * pieces)
-        packed += self._summed(sums.before_gather, work, rank)
+        packed = self._summed(sums.before_gather, work, rank)
+        if self._config.momentum_dtype == "int8":
+            nbytes, launches = _PACKED
+            packed += stream(self._hardware, elements * nbytes, launches * pieces)
         if self._fused:
             return packed + self._in_one(elements, *_FUSED_MOMENTUM)
         nbytes, operations = _MOMENTUM[self._config.nesterov]

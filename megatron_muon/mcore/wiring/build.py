@@ -327,10 +327,10 @@ def _muon_of(
 def _put_inside(dist_opt: Any) -> None:
     adam = dist_opt.optimizer
     muon = dist_opt.muon
-    if muon.config.momentum_dtype != "fp32":
-        from megatron_muon.rules.bf16_momentum import packed  # for these dtypes only
+    if muon.config.momentum_dtype == "int8":
+        from megatron_muon.rules.int8_momentum import InBlocks  # for it only
 
-        dist_opt.states = packed(adam, muon)
+        dist_opt.states = InBlocks.of(adam, muon)
     states = dist_opt.states
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, states, muon)
     adam.muon = muon

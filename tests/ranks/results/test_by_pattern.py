@@ -113,7 +113,7 @@ KINDS = {
         BESIDE_NORMUON,
         ONE,
     ),
-    "narrow momentum": (_with(CASE, momentum_dtype="bf16"), FEW, ONE),
+    "narrow momentum": (_with(CASE, momentum_dtype="int8"), FEW, ONE),
 }
 
 

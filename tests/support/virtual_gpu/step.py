@@ -16,8 +16,8 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.rules import fused
-from megatron_muon.rules.bf16_momentum import packed
 from megatron_muon.rules.hyperball import Hyperball
+from megatron_muon.rules.int8_momentum import InBlocks
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
@@ -131,7 +131,7 @@ def muon_of(
         }
         return muon, groups, States(SimpleNamespace(state=state, param_groups=groups))
     empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}
-    states = packed(SimpleNamespace(state=empty, param_groups=groups), muon)
+    states = InBlocks.of(SimpleNamespace(state=empty, param_groups=groups), muon)
     for shard in empty:
         states.start_state(shard, muon.state_keys)
     return muon, groups, states
