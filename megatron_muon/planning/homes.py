@@ -54,8 +54,7 @@ class Work:
     ``shared`` are elements that take its home's link as long as all that the homes of
     one matrix do for it together, and ``waits`` picoseconds beside them
     (``sharing.strip_time``); ``beside`` are flops that take as long as both. Only
-    strips have them. ``parameter`` is the index of its parameter, whose matrices have
-    this ``rule``.
+    strips have them. ``parameter`` is the index of its parameter.
     """
 
     flops: int
@@ -65,7 +64,6 @@ class Work:
     waits: int = 0
     parameter: int = 0
     beside: int = 0
-    rule: str = ""
 
     @property
     def is_strip(self) -> bool:

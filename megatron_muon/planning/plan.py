@@ -223,8 +223,8 @@ def with_settings(
         for shape in parameter.matrices:
             part = parameter.part_of(shape)
             settings = settings_of(config.by_pattern, [parameter.name], part)
-            own = dict(settings.items() - {("rule", config.rule)})
-            matrices.append(replace(shape, own=only(written(own), OF_MATRICES)))
+            own = only(written(settings), OF_MATRICES)
+            matrices.append(replace(shape, own=own))
         made.append(replace(parameter, matrices=tuple(matrices)))
     return made
 

@@ -218,8 +218,7 @@ class Stage:
             own = numerics.where(shape.own)
             strip = strip_time(shape.strip, numel, grid.size, own, grid.neighbours)
             beside = self._flops_beside(strip) if shape.strip else 0
-            rule = own.config.rule
-            works.append(Work(flops, numel, by_rank, *strip, index, beside, rule))
+            works.append(Work(flops, numel, by_rank, *strip, index, beside))
         return works
 
     def _flops_beside(self, strip: StripTime) -> int:

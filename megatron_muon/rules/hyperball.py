@@ -62,10 +62,9 @@ class Hyperball(Muon):
         return HyperballRound
 
     def set_radii(self, radii: Radii) -> None:
-        """Take each unit's radius, for all matrices that have this rule."""
+        """Take each unit's radius."""
         values = torch.full(self.radii.shape, torch.nan)
-        for index in self.own_matrices:
-            matrix = self.plan.matrices[index]
+        for index, matrix in enumerate(self.plan.matrices):
             of_units = [radii[name] for name in matrix.unit_names]
             # what an orthogonal direction of full rank is multiplied by
             self.scales[index] = _root_mean(of_units) / math.sqrt(min(matrix.whole))
@@ -146,8 +145,8 @@ def norms_at_start(engine: Engine, groups: ParamGroups, states: States) -> Radii
     Every rank of the stage calls it; the host waits for the device in each round.
     """
     found: Radii = {}
-    kind, squares = HyperballRound, HyperballRound.squares
-    for round, sums in engine.over_matrices(groups, states, kind, squares):
+    squares = HyperballRound.squares
+    for round, sums in engine.over_matrices(groups, states, squares):
         norms = sums.sqrt().tolist()
         for index, of_units in zip(round.matrices, norms, strict=True):
             # of fewer units, the last ones are padding

@@ -122,12 +122,6 @@ class Muon(Rule):
         start = self.numerics.config.momentum_start
         return (1.0 - self.warmth) * start + self.warmth * momentum
 
-    @property
-    def own_matrices(self) -> list[int]:
-        """The plan's indices of the matrices that have this rule."""
-        of_matrices = [row_of(config.rule).imported() for config in self.configs]
-        return [index for index, one in enumerate(of_matrices) if one is type(self)]
-
     def of_round(
         self, table: RoundTable, sharers: Mapping[tuple[int, ...], Sharers]
     ) -> MuonRound:
@@ -582,7 +576,7 @@ def at_once(
 
 
 class DistributedMuon(Engine):
-    """The Muon part of a distributed optimizer on one rank: the engine with the rules
+    """The Muon part of a distributed optimizer on one rank: the engine with the rule
     of the settings.
 
     Args:
@@ -591,7 +585,6 @@ class DistributedMuon(Engine):
         elementwise: returns the elementwise operations of one round.
 
     Attributes:
-        rules: by name, each for the matrices that have it.
         block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
     """
 
@@ -610,18 +603,8 @@ class DistributedMuon(Engine):
         self.config = numerics.config
         self.block_steps: Any = None
         parts = numerics, plan, meter, own, exchange.device, elementwise or Foreach
-        self.rules: dict[str, Rule] = {
-            name: row_of(name).imported()(*parts) for name in self.config.rules
-        }
-        rule = self.rules[self.config.rule]
+        rule = row_of(self.config.rule).imported()(*parts)
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
-
-    def rule_of(self, round: int) -> Rule:
-        """See ``Engine``."""
-        parameter = self.plan.rounds[round][0]
-        matrices = self.plan.matrices
-        own = next(one.own for one in matrices if one.parameter == parameter)
-        return self.rules[self.numerics.where(own).config.rule]
 
     @property
     def variants(self) -> list[DistributedMuon]:

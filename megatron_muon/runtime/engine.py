@@ -20,7 +20,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sums import SliceSums
 from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Round
-from megatron_muon.runtime.rule import Observer, RoundRule, Rule, Shard, Shards
+from megatron_muon.runtime.rule import Observer, Rule, Shard, Shards
 from megatron_muon.runtime.states import MAIN_KEY, States
 from megatron_muon.runtime.tracing import Phase
 
@@ -43,8 +43,7 @@ class Engine:
     Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
-        rule: what is done to the matrices; a round may have another one (``rule_of``),
-            which keeps the same states of shards.
+        rule: what is done to the matrices.
         plan, own: the stage's exchange plan, and this rank's part of it.
         exchange: moves this rank's slices and results.
         main_params: for each parameter of the plan that has a shard here, the
@@ -84,14 +83,11 @@ class Engine:
         self.main_params = dict(main_params)
         self.rounds: list[Round] = []
         names: list[str] = []
-        self._rules: set[Rule] = set()
         for number, one in enumerate(exchange.rounds):
-            rule = self.rule_of(number)
             sums = None
             if rule.asks:
                 sums = SliceSums(plan, number, own.rank, exchange)
             round = Round(one, rule, phase, sums)
-            self._rules.add(rule)
             self.rounds.append(round)
             names += [plan.matrices[index].whole_name for index in round.homes]
         self.nonfinite = Nonfinite(names, exchange.device)
@@ -107,10 +103,6 @@ class Engine:
     def state_keys(self) -> tuple[str, ...]:
         """The states of a shard that the rule keeps, by name."""
         return self.rule.state_keys
-
-    def rule_of(self, round: int) -> Rule:
-        """What is done to the matrices of a round."""
-        return self.rule
 
     def owns(self, shard: Tensor) -> bool:
         """True if the rule, not AdamW, updates this main parameter."""
@@ -128,15 +120,13 @@ class Engine:
         self,
         groups: ParamGroups,
         states: States,
-        kind: type[RoundRule],
         numbers: Callable[[Any, Sequence[Shard]], Tensor],
     ) -> Iterator[tuple[Round, Tensor]]:
         """Sum numbers of the main parameters over matrices, outside a step.
 
         Args:
             groups, states: as of ``step``.
-            kind: of the rounds' rules; other rounds are left out.
-            numbers: of such a rule and the shards here, the numbers of their slices.
+            numbers: of a round's rule and the shards here, the numbers of their slices.
 
         Yields:
             Each round, and its slices' sums (``SliceSums``).
@@ -144,10 +134,9 @@ class Engine:
         self._states = states
         shards = dict(self._shards(groups, states))
         for number, round in enumerate(self.rounds):
-            if isinstance(round.rule, kind):
-                with self._visiting(number, (MAIN_KEY,)):
-                    own = numbers(round.rule, round.here(shards))
-                yield round, round.over_matrices(own)
+            with self._visiting(number, (MAIN_KEY,)):
+                own = numbers(round.rule, round.here(shards))
+            yield round, round.over_matrices(own)
 
     @torch.no_grad()
     def start(self, groups: ParamGroups, states: States) -> None:
@@ -162,9 +151,8 @@ class Engine:
         self.meter.start_step()
         self._states = states
         states.begin()
-        for rule in self._rules:
-            if rule.counts_steps:
-                rule.start_step(states.steps())
+        if self.rule.counts_steps:
+            self.rule.start_step(states.steps())
         self._started = dict(self._shards(groups, states))
         self._start_ahead(0, self._started)
 

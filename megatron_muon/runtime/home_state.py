@@ -27,17 +27,12 @@ class HomeState:
 
     Args:
         matrices: of the stage.
-        indices: those that it has numbers of.
         rank: of the stage.
         device: of the matrices.
     """
 
     def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        indices: Sequence[int],
-        rank: int,
-        device: torch.device,
+        self, matrices: Sequence[Matrix], rank: int, device: torch.device
     ) -> None:
         self._matrices = matrices
         self._device = device
@@ -45,8 +40,7 @@ class HomeState:
         self._at: dict[int, Tensor] = {}
         self._lengths: dict[str, int] = {}  # of all units of the stage
         self._silent: set[int] = set()  # matrices whose numbers another rank has, too
-        for index in indices:
-            matrix = matrices[index]
+        for index, matrix in enumerate(matrices):
             self._lengths |= dict.fromkeys(matrix.unit_names, max(matrix.whole))
             if matrix.home == rank:
                 shape = matrix.units, matrix.long
@@ -90,8 +84,7 @@ class HomeState:
         self, saved: object, way_out: str, *, whole: bool = False
     ) -> None:
         """Raise ValueError where a file, which may hold anything, lacks numbers of the
-        homes here, or with ``whole`` of the stage. It may have more, as of a rule that
-        more matrices had.
+        homes here, or with ``whole`` of the stage. It may have more, as of other homes.
 
         Args:
             saved: what the file has.
@@ -166,7 +159,6 @@ class SliceState(HomeState):
 
     Args:
         plan: of the stage.
-        indices: of the matrices that it has numbers of.
         rank: of the stage.
         length: numbers of a unit.
         device: of the main parameters.
@@ -178,22 +170,14 @@ class SliceState(HomeState):
     """
 
     def __init__(
-        self,
-        plan: ExchangePlan,
-        indices: Sequence[int],
-        rank: int,
-        length: int,
-        device: torch.device,
+        self, plan: ExchangePlan, rank: int, length: int, device: torch.device
     ) -> None:
         self._matrices, self._device = plan.matrices, device
         self._lengths = {}
         self._silent = set()
         known: set[str] = set()
         row_of: dict[int, int] = {}
-        mine = {*indices}
         for one in plan.slices:
-            if one.matrix not in mine:
-                continue
             matrix = plan.matrices[one.matrix]
             self._lengths |= dict.fromkeys(matrix.unit_names, length)
             is_first = matrix.whole_name not in known

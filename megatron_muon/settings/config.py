@@ -24,10 +24,9 @@ from megatron_muon.settings.patterns import (
     canonical_texts,
     fields_of,
     pairs_of,
-    read,
 )
 from megatron_muon.settings.rows import rows_of
-from megatron_muon.settings.rules import OF_RULES, RULES, row_of
+from megatron_muon.settings.rules import RULES, row_of
 from megatron_muon.settings.run import HomePolicy as HomePolicy
 from megatron_muon.settings.run import RunSettings
 from megatron_muon.settings.run import SplitMatrices as SplitMatrices
@@ -221,27 +220,17 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         """The settings of a matrix that has some of its own, ``KEY=VALUE,...``.
 
         Steps that the run's coefficients have by default are not the matrix's: it has
-        those of its own coefficients. Nor is the run's scale, where its rule has none.
+        those of its own coefficients.
 
         Raises:
             ValueError: as for settings of a run.
         """
         own = fields_of(settings)
         given = {name: getattr(self, name) for name in self.given - {"by_pattern"}}
-        rule = row_of(own.get("rule", self.rule))
-        for name in (OF_RULES - {*rule.settings}) | rule.unscaled:
-            given.pop(name, None)
         # ``replace`` passes every field on, so steps in ``given`` may be a default
         if self.ns_steps == default_steps(self.ns_coefficients):
             given.pop("ns_steps", None)
         return MuonConfig(**{**given, **own})
-
-    @property
-    def rules(self) -> list[str]:
-        """The rules that its matrices may have, that of the run first."""
-        patterns = pairs_of(self.by_pattern)
-        own = [read(settings).get("rule", self.rule) for _, settings in patterns]
-        return list(dict.fromkeys([self.rule, *own]))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -328,7 +317,7 @@ def _require_rule(config: MuonConfig) -> None:
         if getattr(config, name) == setting.default:
             continue
         rules = [rule for rule, one in RULES.items() if name in one.settings]
-        if rules and not {*rules}.intersection(config.rules):
+        if rules and config.rule not in rules:
             raise ValueError(
                 f"{named(name)} is of {named('rule')} {' or '.join(rules)}, and the "
                 f"rule is {config.rule}: give such a rule, or leave it out"
@@ -343,15 +332,6 @@ def _require_rule(config: MuonConfig) -> None:
 def _require_pattern(config: MuonConfig, text: str) -> None:
     """Settings by pattern must be possible beside those of the run."""
     ((_, settings),) = pairs_of((text,))
-    rules = {config.rule, read(settings).get("rule", config.rule)}
-    for name in rules if len(rules) > 1 else ():
-        if not row_of(name).mixes:
-            raise NotImplementedError(
-                f"{named('by_pattern')} {text}: {name} is for all matrices of a run, "
-                "as is each rule of one's own or with second moments of elements, and "
-                f"{named('rule')} is {config.rule}: leave rule out, or give "
-                f"{named('muon_exclude')} for matrices that AdamW may update"
-            )
     try:
         config.where(settings)
     except ValueError as error:

@@ -22,9 +22,8 @@ ByPattern = tuple[str, ...] | Mapping[str, Settings]
 
 # Keys of Megatron's parameter groups, of Muon's parameters and of AdamW's.
 OF_GROUPS = ("lr", "min_lr", "weight_decay")
-OF_WHOLE = (*OF_GROUPS, "rule")  # of all matrices of a parameter
 # of what a home does with a matrix, which matrices of one batch share
-AT_HOMES = ("scale_mode", "ns_steps", "ns_coefficients", "rule")
+AT_HOMES = ("scale_mode", "ns_steps", "ns_coefficients")
 OF_MATRICES = ("rms", "momentum", *AT_HOMES)
 _FIELDS = {"rms": "matched_adamw_rms"}  # of a key that is no setting's name
 _ROWS = rows_of(UpdateSettings)
@@ -191,8 +190,8 @@ class PatternSettings:
         "Settings of the parameters whose names match a pattern. lr, min_lr and "
         "weight_decay are of Muon's and AdamW's parameters, and take the place of "
         "--lr, --min-lr and --weight-decay; the others are of Muon's matrices: rms, "
-        "scale_mode, momentum, ns_steps, ns_coefficients and rule. May be given "
-        "several times; of each setting the last pattern that matches counts. "
+        "scale_mode, momentum, ns_steps and ns_coefficients. May be given several "
+        "times; of each setting the last pattern that matches counts. "
         "docs/routing.md has examples.",
         kinds.Kind(
             _check,

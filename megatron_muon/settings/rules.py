@@ -34,11 +34,6 @@ class RuleRow:
     refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def mixes(self) -> bool:
-        """Whether other matrices of a run may have another rule: not one's own."""
-        return self is not OWN
-
-    @property
     def unscaled(self) -> frozenset[str]:
         """The settings of the scale, where its updates have none."""
         return _OF_SCALE.intersection(self.refuses)
@@ -102,9 +97,6 @@ RULES = {
         },
     ),
 }
-
-# fields of MuonConfig that only some rules have
-OF_RULES = frozenset().union(*(rule.settings for rule in RULES.values()))
 
 
 def help_text() -> str:

@@ -47,10 +47,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own": {"rule": "support.runs.own_rules:polar_express"},
     "normuon": {"rule": "normuon"},
     "namo": {"rule": "namo"},
-    "several rules": {
-        "rule": "hyperball",
-        "by_pattern": ("*fc1:rule=normuon", "*fc2:rule=namo", "1.*:rule=muon"),
-    },
     "normuon in 3 strips": {"rule": "normuon", "split_matrices": 3},
     "by pattern": {"by_pattern": ("1.*:momentum=0.9", "*fc1:ns_steps=8")},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices come as rows

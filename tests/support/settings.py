@@ -159,7 +159,7 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
         (("a:ns_steps=6,ns_coefficients=deepseekv4",), "a:ns_steps=6,.*has 10 steps"),
         (("a:scale_mode=max,rms=1",), "scale_mode must be one of spectral"),
         (("a:scale_mode=spectral",), "scale_mode spectral needs the factor"),
-        (("a:rule=sphere",), "rule must be one of muon"),
+        (("a:rule=muon",), "'rule=muon' is no setting by pattern"),
     ),
     "cautious_decay": _SWITCH,
     "independent_decay": _SWITCH,

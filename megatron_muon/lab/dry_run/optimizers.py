@@ -99,7 +99,7 @@ def state_bytes_of(run: Run) -> StateBytes:
     in_blocks = run.config.momentum_dtype == "int8"
     return held._replace(
         momentum=1 + _FP32 / BLOCK if in_blocks else held.momentum,
-        of_rule=max(row_of(rule).moments for rule in run.config.rules),
+        of_rule=row_of(run.config.rule).moments,
     )
 
 

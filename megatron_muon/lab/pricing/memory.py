@@ -138,11 +138,10 @@ def _of_round(
 ) -> list[_Sizes]:
     sent, received = _ends(work.gather, plan.size)
     out, back = _ends(work.scatter, plan.size)
-    own = numerics.where(work.own)
     return [
         _Sizes(
-            numbers=sums.scratch_before(work.slices[rank], own),
-            travels=sums.asks(own)
+            numbers=sums.scratch_before(work.slices[rank], numerics),
+            travels=sums.asks(numerics)
             or any((sent[rank], received[rank], out[rank], back[rank])),
             kept=(kept := work.kept[rank] * plan.itemsize),
             staged=kept + work.arriving[rank] * plan.itemsize,
@@ -155,7 +154,7 @@ def _of_round(
             momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
             + work.held[rank] * _FP32 * (held.momentum < _FP32)
             + packs[rank],
-            update=_of_update(work, rank, own)
+            update=_of_update(work, rank, numerics)
             + work.held[rank] * _FP32 * (held.main < _FP32),
         )
         for rank in range(plan.size)

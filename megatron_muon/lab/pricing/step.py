@@ -191,9 +191,7 @@ class _Steps:
 
     def _run(self, event: Event, work: RoundWork) -> None:
         streams, number = self._streams, event.round
-        ranks = work.ranks(
-            event.travels, asks=sums.asks(self._numerics.where(work.own))
-        )
+        ranks = work.ranks(event.travels, asks=sums.asks(self._numerics))
         match event.action:
             case "start":
                 streams.run(MOMENTUM, partial(self._momentum, work), ranks)
@@ -243,8 +241,8 @@ class _Steps:
 
     def _summed(self, cost_of: Callable[..., Cost], work: RoundWork, rank: int) -> Cost:
         """The cost of the sums that a rule asks for at one of two points."""
-        size, numerics = self._optimizer.plan.size, self._numerics.where(work.own)
-        return cost_of(self._hardware, work.slices[rank], size, numerics)
+        size = self._optimizer.plan.size
+        return cost_of(self._hardware, work.slices[rank], size, self._numerics)
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
         """The cost of one kernel over a rank's elements, with what is beside it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import stays_in_place
 from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.patterns import AT_HOMES, only
-from megatron_muon.settings.rules import row_of
 
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
@@ -77,13 +75,10 @@ class Optimizer:
 
     @property
     def lines(self) -> list[int]:
-        """Rows or columns of the long sides of matrices at home on each rank whose rule
-        keeps second moments there.
-        """
+        """Rows or columns of the long sides of matrices at home on each rank."""
         held = [0] * self.plan.size
-        for matrix, work in zip(self.plan.matrices, self.plan.works, strict=True):
-            if row_of(work.rule).moments:
-                held[matrix.home] += matrix.units * matrix.long
+        for matrix in self.plan.matrices:
+            held[matrix.home] += matrix.units * matrix.long
         return held
 
     @property
@@ -160,11 +155,6 @@ class RoundWork:
         kept = own[4], own[5]
         leaving = own[6], own[7]
         return cls(own[0], own[1], slices, own[2], own[3], *kept, *leaving, layouts)
-
-    @property
-    def own(self) -> str:
-        """The settings by pattern of one of its matrices, which all have one rule."""
-        return next(itertools.chain.from_iterable(self.layouts)).own
 
     def ranks(self, travels: bool | None = None, *, asks: bool = False) -> list[int]:
         """All ranks; or those that have a message in the round, or those without.

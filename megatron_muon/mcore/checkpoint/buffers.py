@@ -54,10 +54,9 @@ OTHER_CUT = (
 # where a checkpoint has second moments of other units
 OTHER_UNITS = (
     f"Second moments of {named('rule')} {{rule}} belong to units: give "
-    f"{named('splits')}, {named('split_qkv')} and the rules by {named('by_pattern')} "
-    "as at the save. To go on with other units, load it once by the rule muon and "
-    "save: that save has no second moments, so they start at zero, and the momentum "
-    "goes on"
+    f"{named('splits')} and {named('split_qkv')} as at the save. To go on with other "
+    "units, load it once by the rule muon and save: that save has no second moments, "
+    "so they start at zero, and the momentum goes on"
 )
 
 

@@ -30,7 +30,6 @@ from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.patches import replaced
-from megatron_muon.runtime.rule import Rule
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
 
 if TYPE_CHECKING:
@@ -125,13 +124,11 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     @property
     def _home_states(self) -> dict[str, HomeState]:
-        """What rules keep at homes, by its key on disk; none of AdamW."""
-        rules: Mapping[str, Rule] = getattr(self.muon, "rules", {})
-        return {
-            home_key(name): rule.home_state
-            for name, rule in rules.items()
-            if rule.home_state is not None
-        }
+        """What the rule keeps at homes, by its key on disk; empty where it has
+        none.
+        """
+        state = None if self.muon is None else self.muon.rule.home_state
+        return {} if state is None else {home_key(self._numerics.config.rule): state}
 
     @property
     def _numerics(self) -> Numerics:

@@ -120,11 +120,11 @@ def load(
     if not is_checked(folder):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
         check(trained, folder, exact=exact)
-    for rule in () if trained is None else trained.config.rules:
-        if row_of(rule).has_moments:
-            from megatron_muon.mcore.checkpoint.absent import drop_absent
+    rule = "muon" if trained is None else trained.config.rule
+    if row_of(rule).has_moments:
+        from megatron_muon.mcore.checkpoint.absent import drop_absent
 
-            drop_absent(sharded_state_dict, checkpoint_dir, rule)
+        drop_absent(sharded_state_dict, checkpoint_dir, rule)
     with _explained(folder) if trained is not None else nullcontext():
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 

@@ -21,7 +21,6 @@ from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import (
     OF_GROUPS,
-    OF_WHOLE,
     fits,
     only,
     pairs_of,
@@ -70,9 +69,9 @@ def require_usable(
 def _require_whole(names: list[str], part: str, config: MuonConfig) -> None:
     for pattern, settings in pairs_of(config.by_pattern):
         of_part = fits(pattern, names, part) and not fits(pattern, names)
-        if of_part and only(settings, OF_WHOLE):
+        if of_part and only(settings, OF_GROUPS):
             raise ValueError(
-                f"{named('by_pattern')} {pattern}: {only(settings, OF_WHOLE)} is of "
+                f"{named('by_pattern')} {pattern}: {only(settings, OF_GROUPS)} is of "
                 f"whole parameters, and the pattern matches {part!r} of {names[0]}: "
                 "leave out the brackets"
             )

@@ -21,8 +21,7 @@ from torch.nn import Module, Parameter
 
 from megatron_muon.mcore.host.process_groups import Chunks, Sizes
 from megatron_muon.settings.config import MuonConfig, named
-from megatron_muon.settings.patterns import fits, settings_of
-from megatron_muon.settings.rules import row_of
+from megatron_muon.settings.patterns import fits
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and
 # base classes, since Transformer Engine's cannot be imported everywhere. "Linear" is
@@ -229,15 +228,12 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
 def is_matched(weight: Weight, pattern: str, config: MuonConfig) -> bool:
     """Whether one of ``config.patterns`` has an effect on a weight.
 
-    A pattern of ``splits`` has one on Muon's weights only, one of ``radii`` on those
-    whose rule has radii.
+    A pattern of ``splits`` or ``radii`` has one on Muon's weights only.
     """
     if not matching(weight, [pattern]):
         return False
     if any(pattern == given for given, _ in config.radii):
-        own = settings_of(config.by_pattern, weight.names)
-        rule = own.get("rule", config.rule)
-        return "radii" in row_of(rule).settings and why_adamw(weight, config) is None
+        return why_adamw(weight, config) is None
     if all(pattern != split for split, _ in config.splits):
         return True
     return weight.param.dim() == 2 and why_adamw(weight, config) is None

@@ -21,7 +21,8 @@ class MatrixObserver:
 
     def __init__(self, muon: DistributedMuon, message: Message) -> None:
         self._matrices = muon.plan.matrices
-        self._rules, self._numerics = muon.rules, muon.numerics
+        assert isinstance(muon.rule, Muon)
+        self._scales = muon.rule.scales
         self._message = message
         self._rows = [row_name(matrix.name) for matrix in self._matrices]
 
@@ -48,10 +49,7 @@ class MatrixObserver:
         grads = cut_into_slices([shard.grad for shard in here], table)
         slices = zip(table.matrices, directions, weights, momenta, grads, strict=True)
         for index, direction, weight, momentum, grad in slices:
-            own = self._numerics.where(self._matrices[index].own)
-            rule = self._rules[own.config.rule]
-            assert isinstance(rule, Muon)
-            scale = rule.scales[index]
+            scale = self._scales[index]
             self._add(
                 index,
                 elements=weight.numel(),

@@ -70,7 +70,7 @@ class Watch:
         self._logits = list(kept_logits(model_chunks, config.qk_clip))
         own = together(self._rows_of_stage, group, stage.device)
         ranks = collectives.all_gather_json(own, group)
-        adapts = any(row_of(rule).adapts for rule in config.rules)
+        adapts = row_of(config.rule).adapts
         self._table = Table(list(filter(None, ranks)), adapts=adapts)
         self._writes = dist.get_rank(group) == dist.get_world_size(group) - 1
         self._warnings = Warnings(

@@ -134,7 +134,7 @@ def make_muons(
         from megatron_muon.mcore.watching.watch import Watch
 
         optimizer.watch = Watch(trained, model_chunks, config, stage, optimizer.voters)
-    if any("radii" in row_of(rule).settings for rule in config.rules):
+    if "radii" in row_of(config.rule).settings:
         from megatron_muon.mcore.wiring.radii import RunRadii
 
         optimizer.radii = RunRadii(parts, config, optimizer.voters, device)

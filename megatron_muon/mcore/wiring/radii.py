@@ -12,12 +12,7 @@ import torch
 from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.multipliers import last_of
 from megatron_muon.mcore.routing.param_routing import expert_name
-from megatron_muon.rules.hyperball import (
-    Hyperball,
-    HyperballRound,
-    Radii,
-    norms_at_start,
-)
+from megatron_muon.rules.hyperball import Radii, norms_at_start
 from megatron_muon.runtime.collectives import Group, all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import MuonConfig, named
@@ -88,21 +83,15 @@ class RunRadii:
         for found in all_gather_json(mine, self._group):
             self.known |= found
         for part in self._parts:
-            for rule in part.muon.rules.values():
-                if isinstance(rule, Hyperball):
-                    rule.set_radii(self.known)
+            part.muon.rule.set_radii(self.known)
         self._are_in_use = True
 
     def require_no_decay(self) -> None:
         """Raise ValueError where a matrix of this rank has a weight decay."""
         for part in self._parts:
-            mine: set[int] = set()
-            for round in part.muon.rounds:
-                if isinstance(round.rule, HyperballRound):
-                    mine |= {id(part.muon.main_params[at]) for at in round.parameters}
             for group in part.optimizer.param_groups:
                 decays = group["weight_decay"] != 0.0
-                if decays and not mine.isdisjoint(map(id, group["params"])):
+                if decays and any(map(part.muon.owns, group["params"])):
                     raise ValueError(
                         f"{named('rule')} hyperball keeps the norms of matrices, and a "
                         f"group of them has weight_decay {group['weight_decay']}: give "

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import groupby
 from typing import Protocol
 
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -74,8 +73,6 @@ def ways_to_cut(
     these travel. The last of them shares memory with slices that arrive, which take 2/3
     of what a round may: if anything travels, a matrix that stays counts 3/4.
 
-    All matrices of a round have one rule.
-
     Args:
         works, homes: of each matrix and strip; every parameter has one.
         numerics: ``round_bytes`` is read.
@@ -99,18 +96,12 @@ def ways_to_cut(
             quarters = 6
         taken[index][home] += -(-quarters * nbytes // 4)
 
-    rule_of = {work.parameter: work.rule for work in works}.__getitem__
-
-    def cut(indices: Sequence[int], least: int | None = None) -> Rounds:
-        rounds: list[tuple[int, ...]] = []
-        for _, of_rule in groupby(sorted(indices, key=rule_of), rule_of):
-            some = list(of_rule)
-            loads = [homed[index] for index in some], [taken[index] for index in some]
-            made = make_rounds(*loads, limit)
-            if least is not None:
-                made = smaller_first(*loads, limit, max(least, len(made)))
-            rounds += [tuple(some[at] for at in round) for round in made]
-        return tuple(rounds)
+    def cut(some: Sequence[int], least: int | None = None) -> Rounds:
+        loads = [homed[index] for index in some], [taken[index] for index in some]
+        made = make_rounds(*loads, limit)
+        if least is not None:
+            made = smaller_first(*loads, limit, max(least, len(made)))
+        return tuple(tuple(some[at] for at in round) for round in made)
 
     stays = cut([index for index in range(count) if index not in travels])
     ways = [stays + cut(sorted(travels))]

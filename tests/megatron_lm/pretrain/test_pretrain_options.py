@@ -74,11 +74,6 @@ RUNS = {
         2,
         f"--muon-rule normuon --muon-moment2-beta2 0.9 {OVERLAP}",
     ),
-    "--muon-for …:rule=hyperball": (
-        2,
-        "--muon-for *.linear_fc1.*:rule=hyperball,lr=0.02,weight_decay=0 "
-        f"--muon-for *.linear_proj.*:rule=namo {OVERLAP}",
-    ),
     "--muon-rule torch:sign": (2, "--muon-rule torch:sign"),  # any function of matrices
     "update norm, decays, warm-up of the momentum": (
         2,

@@ -89,14 +89,6 @@ def _with(case: Case, **muon: Any) -> Case:
 
 FEW = {FC1: TABLE[FC1], "*.layers.1.*": {"ns_coefficients": "quintic", "momentum": 0.9}}
 SPHERE = replace(_with(CASE, rule="hyperball"), weight_decay=0.0)
-# Of each rule, beside Muon's matrices; the later ones are of other patterns, too.
-RULES = {
-    FC1: {"rule": "hyperball", "weight_decay": 0.0, "lr": 0.03},
-    FC2: {"rule": "normuon", "ns_steps": 8},
-    "*.layers.1.mlp.linear_fc2.*": {"rms": 0.4, "momentum": 0.8},
-    PROJ: {"rule": "namo", "rms": 0.1},
-}
-BESIDE_NORMUON = {FC1: {"rule": "namo"}, FC2: {"rule": "normuon", "ns_steps": 6}}
 KINDS = {
     "muon": (CASE, TABLE, ONE),
     "hyperball": (SPHERE, FEW, ONE),
@@ -106,13 +98,7 @@ KINDS = {
         {**FEW, FC2: {"rms": 0.4}},
         Topology(tp=2),
     ),
-    "several rules": (CASE, RULES, ONE),
-    "several rules, tp": (CASE, RULES, Topology(tp=2, dp=2)),
-    "rules beside normuon": (
-        _with(CASE, rule="normuon", moment2_beta2=0.9),
-        BESIDE_NORMUON,
-        ONE,
-    ),
+    "namo": (_with(CASE, rule="namo"), FEW, ONE),
     "narrow momentum": (_with(CASE, momentum_dtype="int8"), FEW, ONE),
 }
 
@@ -193,14 +179,9 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
         (),
         "lr=0.1 is of whole parameters",
     ),
-    "rule of a part": (
-        {"*.linear_qkv.weight[q]": {"rule": "normuon"}},
-        (),
-        "rule=normuon is of whole parameters",
-    ),
-    "radius of another rule's": (
-        {"*.linear_fc2.*": {"rule": "hyperball"}},
-        (("radii", ((FC1, 3.0),)),),
+    "radius of AdamW's": (
+        {},
+        (("rule", "hyperball"), ("radii", (("embedding.*", 3.0),))),
         "in radii (--muon-radius) matches no parameter of",
     ),
     "factor": (

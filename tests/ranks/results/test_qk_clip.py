@@ -25,7 +25,7 @@ from support.runs.whole import Whole, differences, whole
 megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
 
 PLAIN = Case(qk_clip=(100.0, 0.5))
-RULES = replace(PLAIN, muon=(("by_pattern", ("*.linear_qkv.*:rule=normuon",)),))
+NORMUON = replace(PLAIN, muon=(("rule", "normuon"),))
 OURS = Case(muon=(("qk_clip", 100.0),))
 
 
@@ -58,7 +58,7 @@ GROUP_ON_TWO = replace(PLAIN, heads=8, groups=2, optimizer="adam")
         (PLAIN, Topology(dp=3)),
         (PLAIN, Topology(tp=2, dp=2, overlap=True, sequence_parallel=True)),
         (replace(PLAIN, layers=4), Topology(pp=2, dp=2, chunks=2)),
-        (RULES, Topology(tp=2, dp=2)),
+        (NORMUON, Topology(tp=2, dp=2)),
         (PLAIN, Topology(tp=2, cp=2)),
         (PLAIN, Topology(dp=4, instances=2)),
         (GROUP_ON_TWO, Topology(tp=4)),  # Megatron's own clip fails with TP

@@ -102,7 +102,6 @@ def _of_optimizer(held: Whole) -> Whole:
         {"weight_decay": 0.0, "muon": (("rule", "hyperball"),)},
         {"muon": (("rule", "normuon"),)},
         {"muon": (("rule", "namo"),)},
-        {"muon": (("by_pattern", ("*.linear_fc1.*:rule=namo",)),)},
     ],
     ids=[
         "remainders",
@@ -115,7 +114,6 @@ def _of_optimizer(held: Whole) -> Whole:
         "hyperball",
         "normuon",
         "namo",
-        "several",
     ],
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
