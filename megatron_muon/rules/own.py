@@ -4,18 +4,13 @@ place of Newton-Schulz.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.normalization import Soundness, largest_of
@@ -31,16 +26,12 @@ from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 
 # by more than a product in bf16 rounds: of a batch and of one matrix
 _DIFFERS = 0.1
-# of the matrices that it is tried on before the model's shapes are known
-_SHAPES = ((32, 48), (48, 32))
+_SHAPE = 32, 48  # of the matrices whose directions ranks compare
 # settings of what a function replaces, and of what its scale does
 _REPLACED = ("ns_steps", "ns_coefficients", "ns_iteration", "symmetric_products")
 _SCALES = ("matched_adamw_rms", "scale_mode", "block_lr_mult")
 # settings that Muon's class carries out, as it does update_norm
 _OF_MUON = ("log_interval", "cautious_decay", "momentum_warmup")
-# operations that read a result, or check an error's number, on the host
-_DECLARE = "declare it by OwnRule(..., reads_host=True)"
-_READS = ("nonzero", "masked_select", "_linalg_check_errors", "_linalg_svd")
 
 
 def make(numerics: Numerics, *others: Any) -> Rule:
@@ -101,12 +92,16 @@ def applied(own: OwnRule, matrices: Tensor) -> Tensor:
     """The directions of matrices, ``(b, rows, cols)`` fp32.
 
     Raises:
-        ValueError: the function returns another shape or dtype.
+        RuntimeError: the function calls ``sys.exit``.
+        ValueError: it returns another shape or dtype.
     """
     assert not isinstance(own.direction, type)
-    if own.takes == "batch":
-        return _checked(own.direction(matrices), matrices)
-    return torch.stack([_checked(own.direction(one), one) for one in matrices])
+    try:
+        if own.takes == "batch":
+            return _checked(own.direction(matrices), matrices)
+        return torch.stack([_checked(own.direction(one), one) for one in matrices])
+    except SystemExit as error:  # it would end the rank without a word
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
 
 
 def _checked(found: Any, matrices: Tensor) -> Tensor:
@@ -127,15 +122,16 @@ def _text(what: Any) -> str:
 
 
 def tried(numerics: Numerics, device: torch.device) -> str:
-    """Try the run's rule on small matrices of zeros and random ones. No communication.
+    """Try the run's rule on small matrices. No communication.
 
     Returns:
-        A line that all ranks must agree on: the rule's name and a digest of its source.
+        A line that all ranks must agree on: the rule's name, and of a function the norm
+        of a seeded matrix's direction, and its product with another one.
 
     Raises:
         ValueError: it does not import, fails, returns another shape, dtype, NaN or Inf,
-            reads on the host and does not declare it, or a setting has no meaning with
-            it.
+            reads on the host of a GPU and does not declare it, or a setting has no
+            meaning with it.
     """
     name = numerics.config.rule
     own = own_rule(name)
@@ -143,12 +139,20 @@ def tried(numerics: Numerics, device: torch.device) -> str:
     says = f"{named('rule')} {name}"
     if isinstance(own.direction, type):
         _require_rule(own.direction, numerics.config, says)
-    else:
-        _require_settings(own, numerics.config, says)
-        for shape in _SHAPES:
-            _try(own, shape, device, says)
-        _require_each_alone(own, device, says)
-    return f"source of rule {name}: {digest(own)}"
+        made = own.direction
+        return f"class of rule {name}: {made.__module__}.{made.__qualname__}"
+    _require_settings(own, numerics.config, says)
+    first, second = _drawn(2, _SHAPE)
+    together = _directions(own, torch.stack([0 * first, first, second]), device, says)
+    alone = _directions(own, first[None], device, says)[0]
+    if (together[1] - alone).norm() > _DIFFERS * alone.norm():
+        raise ValueError(
+            f"{says} returns other directions for several matrices than for each "
+            'alone: give a function of each, or OwnRule(..., takes="matrix")'
+        )
+    numbers = alone.norm(), (alone * second).sum()
+    norm, product = (f"{float(number):.3g}" for number in numbers)
+    return f"result of rule {name} on a seeded matrix: norm {norm}, product {product}"
 
 
 def try_shapes(
@@ -170,8 +174,10 @@ def try_shapes(
     shapes: set[tuple[int, int]] = set()
     for parameter in every:
         shapes.update(matrix.unit for matrix in parameter.matrices)
-    for shape in sorted(shapes.difference(_SHAPES)):
-        _try(own, shape, device, f"{named('rule')} {numerics.config.rule}")
+    for shape in sorted(shapes):
+        (drawn,) = _drawn(1, shape)
+        pair = torch.stack([0 * drawn, drawn])
+        _directions(own, pair, device, f"{named('rule')} {numerics.config.rule}")
 
 
 def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:
@@ -226,87 +232,55 @@ def _require_settings(own: OwnRule, config: MuonConfig, says: str) -> None:
             )
 
 
-def _try(own: OwnRule, shape: tuple[int, int], device: torch.device, says: str) -> None:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    matrices = torch.stack([torch.zeros(shape), drawn]).to(device)
-    on = f"{says} on a zero and a random matrix {shape[0]} x {shape[1]}"
-    try:
-        scale = 1.0 if own.scale is None else own.scale(*shape)
-        with torch.no_grad(), _host_reads_refused(own, device):
-            found = applied(own, matrices)
-    except Exception as error:  # of any type: it is the user's code
-        raise ValueError(f"{on}: {type(error).__name__}: {error}") from error
-    if not found.isfinite().all():
-        raise ValueError(f"{on} returns NaN or Inf")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"{says}: its scale of {shape} is {scale}, not above 0")
+def _drawn(count: int, shape: tuple[int, int]) -> Tensor:
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def _require_each_alone(own: OwnRule, device: torch.device, says: str) -> None:
-    """The direction of a matrix must not depend on those beside it."""
-    drawn = torch.randn(2, *_SHAPES[0], generator=torch.Generator().manual_seed(0))
-    matrices = drawn.to(device)
-    together = applied(own, matrices.clone())
-    alone = torch.cat([applied(own, one[None].clone()) for one in matrices])
-    if (together - alone).norm() > _DIFFERS * alone.norm():
+def _directions(
+    own: OwnRule, matrices: Tensor, device: torch.device, says: str
+) -> Tensor:
+    """The directions of matrices on the device, times their scale."""
+    count, rows, cols = matrices.shape
+    on = f"{says} on {count} matrices {rows} x {cols}"
+    try:
+        scale = 1.0 if own.scale is None else own.scale(rows, cols)
+        with _host_reads_refused(own, device):
+            found = applied(own, matrices.to(device))
+    except Exception as error:  # of any type: it is the user's code
+        way_out = ""
+        if "does not require grad" in str(error):
+            way_out = (
+                "; steps run without grad mode: take gradients within "
+                "torch.enable_grad(), of x.detach().requires_grad_()"
+            )
+        text = f"{on}: {type(error).__name__}: {error}{way_out}"
+        raise ValueError(text) from error
+    if not found.isfinite().all():
+        raise ValueError(f"{on} returns NaN or Inf")
+    if not 0 < scale < math.inf:
         raise ValueError(
-            f"{says} returns other directions for two matrices than for each alone: "
-            'give a function of each, or OwnRule(..., takes="matrix")'
+            f"{says}: its scale of {rows} x {cols} is {scale}, not above 0"
         )
-
-
-class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations whose result the host reads."""
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = operation.overloadpacket.__name__
-        if torch.Tag.data_dependent_output in operation.tags or name in _READS:
-            raise RuntimeError(f"the host reads from the device ({name}): {_DECLARE}")
-        return operation(*args, **(kwargs or {}))
+    return found * scale
 
 
 @contextmanager
 def _host_reads_refused(own: OwnRule, device: torch.device) -> Iterator[None]:
-    """Within it a read by the host is an error, unless the rule declares it."""
-    if own.reads_host:
+    """Within it a read by the host of a GPU is an error, unless the rule declares
+    it.
+    """
+    if own.reads_host or device.type != "cuda":
         yield
         return
-    is_cuda = device.type == "cuda"
-    before = torch.cuda.get_sync_debug_mode() if is_cuda else 0
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        if is_cuda:
-            torch.cuda.set_sync_debug_mode("error")
-        with _Refusing():  # type: ignore[no-untyped-call]
-            yield
+        yield
     except RuntimeError as error:
-        if "synchroniz" in str(error):  # CUDA's, of torch's debug mode
-            raise RuntimeError(f"{error}: {_DECLARE}") from error
-        raise
+        if "synchroniz" not in str(error):  # CUDA's, of torch's debug mode
+            raise
+        text = f"{error}: declare it by OwnRule(..., reads_host=True)"
+        raise RuntimeError(text) from error
     finally:
-        if is_cuda:
-            torch.cuda.set_sync_debug_mode(before)
-
-
-def digest(own: OwnRule) -> str:
-    """Sixteen digits that differ where the source of a rule does, or what it declares.
-
-    Where there is no source, as of a compiled function, its qualified name counts.
-    """
-    functions = [own.direction] if own.scale is None else [own.direction, own.scale]
-    lines = [own.takes, str(own.reads_host), *map(_source, functions)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _source(function: Callable[..., Any]) -> str:
-    if isinstance(function, partial):
-        # addresses differ on ranks
-        bound = re.sub("0x[0-9a-f]+", "", f"{function.args} {function.keywords}")
-        return f"{_source(function.func)} {bound}"
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        return f"{getattr(function, '__module__', '')}.{name}"
+        torch.cuda.set_sync_debug_mode(before)

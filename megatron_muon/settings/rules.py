@@ -124,7 +124,8 @@ class OwnRule:
         takes: ``matrix``: ``direction`` takes and returns one ``(rows, cols)``, and is
             called for each, as most functions of Emerging-Optimizers are.
         reads_host: whether it has the host read from the device, as ``item()`` and
-            ``torch.linalg.svd`` do. The host then waits for the device in each call.
+            ``torch.linalg.svd`` do. The host then waits for the device in each call. On
+            a GPU an undeclared read is an error at start.
         scale: the factor on a direction, per unit of the learning rate, from a whole
             matrix's rows and columns. None: Muon's, by ``matched_adamw_rms`` and
             ``scale_mode``.
@@ -190,7 +191,8 @@ def own_rule(name: str) -> OwnRule | None:
         return _registered[name]
     try:
         return _as_own(_found(name))
-    except Exception as error:  # of any type: the module's code runs
+    # of any type: the module's code runs, and may end the process without a word
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"--muon-rule {name} cannot be imported: {type(error).__name__}: {error}"
         ) from error

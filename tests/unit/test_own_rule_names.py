@@ -1,10 +1,9 @@
-"""Rules of one's own before a run: their names, what is tried on them, their digests."""
+"""Rules of one's own before a run: their names, and what is tried on them."""
 
 from __future__ import annotations
 
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import computing_line
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.rules.muon import Muon
-from megatron_muon.rules.own import digest, tried, try_shapes
+from megatron_muon.rules.own import _host_reads_refused, tried, try_shapes
 from megatron_muon.settings import rules
 from megatron_muon.settings.rules import RULES, own_rule
 from megatron_muon.testing import assert_as_one_process
@@ -132,21 +131,51 @@ def test_what_muons_class_does_is_refused_with_a_class_beside_it(
         _tried("beside", **settings)
 
 
-def test_ranks_compare_the_source_and_what_is_declared() -> None:
-    every = [
-        polar_express,
-        own_rules.polar_grad,
-        partial(own_rules.mixes),
-        partial(polar_express, 1),
-        partial(polar_express, 2),
-        torch.sign,
-    ]
-    of_digests = [*map(OwnRule, every), own_rules.one_by_one]
-    assert len({digest(rule) for rule in of_digests}) == len(of_digests)
-    assert digest(OwnRule(polar_express)) == digest(OwnRule(polar_express))
-    bound = [OwnRule(partial(polar_express, object())) for _ in range(2)]
-    assert digest(bound[0]) == digest(bound[1])  # addresses differ on ranks
-    assert _tried(f"{HERE}:one_by_one").endswith(digest(own_rules.one_by_one))
+def test_ranks_compare_a_direction_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = OwnRule(polar_express, scale=lambda rows, cols: 2.0)
+    every = {"mine": polar_express, "sign": torch.sign, "scaled": scaled}
+    monkeypatch.setattr(
+        rules,
+        "_registered",
+        {name: rules._as_own(rule) for name, rule in every.items()},
+    )
+    lines = {_tried(name).replace(name, "NAME") for name in every}
+    assert len(lines) == len(every)
+    assert _tried("mine") == _tried("mine")
+
+
+def test_a_module_that_ends_the_process_at_import_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_the_process.py").write_text("import sys\nsys.exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported: SystemExit: 0"):
+        own_rule("ends_the_process:rule")
+
+
+def test_gradients_within_enable_grad_are_a_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The way out that the error names."""
+    mine = OwnRule(torch.enable_grad()(own_rules.by_autograd))
+    monkeypatch.setattr(rules, "_registered", {"mine": mine})
+    assert _tried("mine")
+
+
+@pytest.mark.parametrize("reads_host", [False, True])
+def test_on_a_gpu_a_read_by_the_host_is_declared(
+    reads_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    rule = OwnRule(own_rules.rms_of_host, "matrix", reads_host=reads_host)
+    error = RuntimeError("called a synchronizing CUDA operation")
+    said = "CUDA operation" + ("$" if reads_host else ": declare it by OwnRule")
+    with pytest.raises(RuntimeError, match=said):
+        with _host_reads_refused(rule, torch.device("cuda")):
+            raise error
+    assert modes == ([0] if reads_host else [0, "error", 0])
 
 
 def test_a_name_from_a_checkpoint_is_not_imported(
