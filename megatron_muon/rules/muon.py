@@ -435,12 +435,7 @@ class Foreach:
                 torch._foreach_add_(inputs, [added[number] for number in sent])
             torch._foreach_copy_([taken[number] for number in sent], inputs)
         if outgoing:
-            some = [grads[number] for number in outgoing]
-            if moves.is_cpu:  # where that norm takes twenty times as long
-                found = [grad.count_nonzero() for grad in some]
-            else:
-                found = list(torch._foreach_norm(some, math.inf))
-            moves.copy_(torch.stack(found) != 0)
+            moves.copy_(nonzeros([grads[number] for number in outgoing]) != 0)
 
     def apply_updates(
         self,
@@ -511,6 +506,13 @@ class Foreach:
                 update = direction.float() * factor
                 update.masked_fill_(factor == 0.0, 0.0)
                 weight.mul_(keeps[number]).sub_(update)
+
+
+def nonzeros(tensors: list[Tensor]) -> Tensor:
+    """A number of each tensor, which is 0 where all its elements are."""
+    if tensors[0].is_cpu:  # where that norm takes twenty times as long
+        return torch.stack([tensor.count_nonzero() for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, math.inf))
 
 
 def _some_of(values: float | Sequence[float], numbers: Sequence[int]) -> Any:

@@ -16,20 +16,26 @@ are noisy; an update has α times the root mean square that Muon's scale promise
 the momentum is Adam's number of steps; that of v counts the steps with v, which may
 start later.
 
-Both norms are sums over the slices of a matrix, of which each rank knows all.
+Both norms are sums over the slices of a matrix, of which each rank knows all. Where a
+square leaves fp32's range (a norm of 1e19), α is not known: the matrix stays, and its
+direction counts as one that is not finite. Below 1e-22 squares are 0. Far above that ε
+has stopped a matrix already, unless its momentum is larger.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize.normalization import Soundness
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.rules.muon import MOMENTUM_KEY, Muon
+from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, nonzeros
 from megatron_muon.rules.slice_units import UnitRound
+from megatron_muon.runtime.exchange.messages import Staged
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.runtime.home_state import SliceState
 from megatron_muon.runtime.rule import Shard, cut_into_slices, put_back
@@ -78,6 +84,8 @@ class NamoRound(UnitRound):
         self._rule = rule
         rows = [rule.home_state.row_of[matrix] for matrix in table.matrices]
         self._rows = torch.tensor(rows, dtype=torch.int64, device=rule.device)
+        outgoing = table.outgoing
+        self._outgoing = torch.tensor(outgoing, dtype=torch.int64, device=rule.device)
         self._mus = [rule.configs[matrix].momentum for matrix in table.matrices]
         # U is a·G + b·M: b², 2·a·b and a² of each slice, ``(slices, 3, 1)``
         mus = torch.tensor(self._mus, device=rule.device)
@@ -91,14 +99,13 @@ class NamoRound(UnitRound):
         self._after = torch.empty(0)
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
-        """M², M·G and G² of each slice by unit, ``(slices, 3 · units)`` fp32, with M
-        before this step.
+        """M², M·G and G² of each slice by unit, with M before this step, and a number
+        that is 0 where G is: ``(slices, 4 · units)`` fp32.
         """
         momenta = [each.state(MOMENTUM_KEY) for each in shards]
-        grads = [each.grad for each in shards]
-        return self._by_unit(
-            cut_into_slices(momenta, self._table), cut_into_slices(grads, self._table)
-        )
+        grads = cut_into_slices([each.grad for each in shards], self._table)
+        sums = self._by_unit(cut_into_slices(momenta, self._table), grads)
+        return torch.cat([sums, self._nonzeros(grads)], dim=1)
 
     def before_gather(
         self,
@@ -110,16 +117,19 @@ class NamoRound(UnitRound):
         """As Muon does; α and the next v are found.
 
         Those of a matrix with a number that is not finite, or without a gradient, stay.
+        The flag of the former is infinite.
         """
         super().before_gather(shards, into, moves, sums)
         assert sums is not None
         if not self._table.matrices:
             return
         config = self._numerics.config
-        numbers = sums.view(len(sums), 3, -1)
-        useds = (numbers * self._of_used).sum(dim=1).clamp_min(0.0)
+        numbers = sums.view(len(sums), 4, -1)
+        useds = (numbers[:, :3] * self._of_used).sum(dim=1).clamp_min(0.0)
         grads = numbers[:, 2]
-        acts = sums.isfinite().all(dim=1, keepdim=True) & (grads > 0)
+        known = sums.isfinite().all(dim=1, keepdim=True)
+        acts = known & (numbers[:, 3] > 0)
+        moves.masked_fill_(~known[:, 0].index_select(0, self._outgoing), math.inf)
         before = self._rule.home_state.rows.index_select(0, self._rows)
         news = torch.stack([grads, torch.ones_like(grads)], dim=2)
         # two products, not lerp, whose bits may depend on a number's place
@@ -132,6 +142,14 @@ class NamoRound(UnitRound):
         steps = self._rule.steps + config.nesterov
         means = [(1.0 - mu) / (1.0 - mu**steps) for mu in self._mus]
         torch._foreach_mul_(list(self._alphas.unbind()), means)
+
+    def at_home(self, staged: Staged) -> Soundness:
+        """See ``MuonRound``; a direction whose α is not known counts as not finite."""
+        soundness = super().at_home(staged)
+        if staged.stacks:
+            unknown = torch.where(staged.flags.isinf(), torch.nan, 0.0)
+            soundness.lines[:] = [torch.cat(soundness.lines) + unknown]
+        return soundness
 
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         """Keep v, and update the shards by the formula above."""
@@ -150,6 +168,20 @@ class NamoRound(UnitRound):
         slices = cut_into_slices(params, self._table)
         self._blend(slices, results, keep, factor)
         put_back(shards, MAIN_KEY, params)
+
+    def _nonzeros(self, grads: Sequence[Tensor]) -> Tensor:
+        """A number of each slice by unit, ``(slices, units)``: 0 where its gradient is
+        zero. Squares of small numbers are zero, too.
+        """
+        shape = len(grads), self._units.most
+        made = torch.zeros(shape, device=self._device)
+        if self._whole:
+            found = nonzeros([grads[number] for number in self._whole])
+            made[:, 0].index_copy_(0, self._wholes, found.float())
+        for number in self._parts:
+            is_nonzero = grads[number].ne(0).float()
+            made[number] = self._units.sums(number, is_nonzero)
+        return made
 
 
 def _by_slice(numbers: Tensor, factors: list[float]) -> Tensor:

@@ -127,7 +127,8 @@ class RoundRule(ABC):
             into: of each slice, ``(n,)`` in the dtype that travels; None for a replica,
                 whose elements another rank sends.
             moves: of each slice of ``RoundTable.outgoing``: takes 1 if its gradient has
-                an entry that is not zero, else 0.
+                an entry that is not zero, else 0; or another number, of which the home
+                gets the sum (``Staged.flags``).
             sums: the answer to ``numbers_before``; None where the rule does not ask.
         """
 

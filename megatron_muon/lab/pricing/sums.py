@@ -29,8 +29,9 @@ class _Passes(NamedTuple):
 _OF_RULE = {
     # after: the direction to fp32, a norm of both, their product, its sum
     "hyperball": _Passes(0, 28),
-    # before: a norm of momentum and gradient, their product, its sum
-    "namo": _Passes(24, 0),
+    # before: a norm of momentum and gradient, the gradient's largest element, their
+    # product, its sum
+    "namo": _Passes(28, 0),
 }
 _OF_SLICE = 1  # launches, for its numbers
 _BLENDS = 4  # more of them without the fused kernels

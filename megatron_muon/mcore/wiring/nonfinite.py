@@ -140,7 +140,8 @@ _OF_MOMENTA = (
 def _of_directions(numerics: Numerics) -> str:
     """The way out where the momentum is finite, without what is in force already."""
     exclude = f"give the weight to AdamW by {named('muon_exclude')}"
-    if row_of(numerics.config.rule) is OWN:
+    rule = row_of(numerics.config.rule)
+    if rule is OWN:
         return f"The momentum is finite, so the rule's function overflowed: {exclude}"
     safer = []
     if numerics.iteration != "standard":
@@ -150,7 +151,11 @@ def _of_directions(numerics: Numerics) -> str:
     if numerics.config.ns_coefficients != "simple":
         safer.append(f"{named('ns_coefficients')} simple")
     ways = [f"set {' and '.join(safer)}"] if safer else []
+    overflowed = "Newton-Schulz"
+    if rule.adapts:  # it has sums of squares of gradients
+        overflowed += ", or the square of a norm,"
+        ways.append("resume from an earlier checkpoint with --clip-grad")
     return (
-        "The momentum is finite, so Newton-Schulz overflowed: "
+        f"The momentum is finite, so {overflowed} overflowed: "
         f"{', or '.join([*ways, exclude])}"
     )

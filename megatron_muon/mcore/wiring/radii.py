@@ -4,6 +4,7 @@ loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ import torch
 from megatron_muon.console import first_names
 from megatron_muon.mcore.routing.multipliers import last_of
 from megatron_muon.mcore.routing.param_routing import expert_name
-from megatron_muon.rules.hyperball import Radii, norms_at_start
+from megatron_muon.rules.hyperball import LEAST_NORM, Radii, norms_at_start
 from megatron_muon.runtime.collectives import Group, all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import MuonConfig, named
 
-_LEAST = torch.finfo(torch.float32).tiny
-_MOST = torch.finfo(torch.float32).max
+_MOST = 1 / LEAST_NORM  # whose square fp32 has, too
 
 
 class RunRadii:
@@ -57,8 +57,9 @@ class RunRadii:
         )
         if saved is not None and not is_usable:
             raise ValueError(
-                "the checkpoint's radii of the rule hyperball are not positive numbers "
-                "by the names of matrices: it is damaged, or not saved by megatron_muon"
+                "the checkpoint's radii of the rule hyperball are not numbers from "
+                f"{LEAST_NORM:g} to {_MOST:g} by the names of matrices: it is damaged, "
+                "or not saved by megatron_muon"
             )
 
     def load(self, saved: Radii | None) -> None:
@@ -73,7 +74,7 @@ class RunRadii:
         one.
 
         Raises:
-            ValueError: a norm is 0 or not finite.
+            ValueError: a norm is too small, too large or not finite.
         """
         if self._are_in_use:
             return
@@ -108,7 +109,9 @@ class RunRadii:
             norms = norms_at_start(part.muon, groups, part.states)
             for name, norm in norms.items():
                 before = loaded.get(name, norm)
-                found[name] = given.get(name.partition("[")[0], before)
+                radius = given.get(name.partition("[")[0], before)
+                # no radius brings back a weight whose square is not finite
+                found[name] = radius if math.isfinite(norm) else norm
         return found
 
     def _given(self, part: Any) -> dict[str, float]:
@@ -126,12 +129,12 @@ def _require_usable(found: Radii) -> None:
     bad = [name for name, radius in found.items() if not _is_usable(radius)]
     if bad:
         raise ValueError(
-            f"{first_names(bad, 5)}: the norm is 0 or not finite, and "
-            f"{named('rule')} hyperball would keep it: give {named('radii')}, or "
+            f"{first_names(bad, 5)}: the norm is not from {LEAST_NORM:g} to {_MOST:g}, "
+            f"and {named('rule')} hyperball would keep it: give {named('radii')}, or "
             f"{named('muon_exclude')} to leave the matrix to AdamW"
         )
 
 
 def _is_usable(radius: float) -> bool:
-    """Whether fp32 has it as a positive number."""
-    return _LEAST <= radius <= _MOST
+    """Whether a weight can have it as a norm."""
+    return LEAST_NORM <= radius <= _MOST

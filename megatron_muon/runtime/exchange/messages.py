@@ -65,6 +65,8 @@ class Staged:
     # bool, for each matrix: whether it has a gradient that is not zero in this step
     moves: Tensor
     stacks: tuple[Stack, ...]  # the matrices, grouped by layout
+    # for each matrix the sum of what ``before_gather`` has written for its slices
+    flags: Tensor
 
     def taken(self) -> Tensor:
         """Return the elements and drop the reference to them."""
@@ -226,7 +228,7 @@ class RoundExchange:
         counts = moves.new_zeros(len(table.homes))
         if table.homes:
             counts.index_add_(0, self._places, moves)
-        return Staged(elements, counts > 0, table.stacks)
+        return Staged(elements, counts > 0, table.stacks, counts)
 
     def _kept_slices(self, kept: Tensor) -> Sequence[Tensor]:
         table = self.table

@@ -1,0 +1,81 @@
+"""Gradients whose squares fp32 does not have: a rule moves the matrix as ever, or counts
+the step in which it did not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.settings.rules import RULES
+from ranks.results.test_nonfinite import FC1, _changed
+from ranks.step.test_every_rule import CASE
+from support.models.gpt import Case, Topology, held, start, take_step
+from support.ranks import error_of, run
+from support.runs.whole import differences, whole
+
+Held = dict[str, dict[str, torch.Tensor]]
+
+
+def _scale(factor: float, grad: torch.Tensor, step: int) -> None:
+    if step:
+        grad.mul_(factor)
+
+
+def _two_steps(case: Case, topology: Topology, factor: float) -> tuple[Any, Any]:
+    """What is held after a second step with another gradient of FC1, and what it
+    skipped.
+    """
+    with _changed(FC1, partial(_scale, factor)):
+        built = start(case, topology)
+        for step in range(2):
+            take_step(built, step)
+    (part,) = built.optimizer.chained_optimizers
+    return held(built), part.muon.nonfinite.skipped(waits=True)
+
+
+def _main(case: Case, topology: Topology, factor: float) -> tuple[Held, set[Any]]:
+    ranks = run(_two_steps, topology.world_size, case, topology, factor)
+    skipped = {(name, *n) for _, counts in ranks for name, n in counts.items()}
+    return {"main": whole([one for one, _ in ranks])["main"]}, skipped
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_finite_gradient_of_any_size_moves_its_matrix_or_is_counted(
+    rule: str, topology: Topology
+) -> None:
+    """2^100 is 1e30. Beside 2^50 the momentum is beyond the last bit, too."""
+    case = replace(CASE, muon=(*CASE.muon, ("rule", rule)))
+    before, _ = _main(case, topology, 0.0)
+    for large, usual in ((2.0**100, 2.0**50), (2.0**-100, 2.0**-50)):
+        found, skipped = _main(case, topology, large)
+        expected, none = _main(case, topology, usual)
+        assert none == set()
+        assert not torch.equal(expected["main"][FC1], before["main"][FC1])
+        if rule == "namo" and large > 1:
+            assert skipped == {(FC1, 1, 0)}
+            expected["main"][FC1] = before["main"][FC1]
+        else:
+            assert skipped == set()
+        assert differences(found, expected) == []
+
+
+def _too_large(case: Case) -> str:
+    """Weights of a norm whose square fp32 does not have."""
+    built = start(case, Topology())
+    for name, weight in built.ddp.module.named_parameters():
+        if name == FC1:
+            weight.data.mul_(2.0**100)
+    built.optimizer.reload_model_params()
+    return error_of(lambda: take_step(built, 0))
+
+
+@pytest.mark.parametrize("given", [(), (("radii", ((FC1, 3.0),)),)], ids=["", "given"])
+def test_a_norm_whose_square_is_not_finite_is_refused(given: Any) -> None:
+    (text,) = run(_too_large, 1, replace(CASE, muon=(*CASE.muon, *given)))
+    assert f"{FC1}: the norm is not from 1e-15 to 1e+15, and rule" in text
