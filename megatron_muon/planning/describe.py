@@ -297,6 +297,7 @@ def optimizer_text(
     experts: bool,
     buckets: Sequence[int],
     earlier: Sequence[ExchangePlan] = (),
+    rule: str = "muon",
 ) -> str:
     """Sentences about the Muon part of one DistributedOptimizer of a pipeline stage.
 
@@ -306,6 +307,8 @@ def optimizer_text(
         buckets: number of buckets in each grad buffer of a rank.
         earlier: plans of the stage's optimizers before it. Homes balance the work of
             all of them together, so the busiest rank is that of the sum.
+        rule: the run's. Homes are chosen by Newton-Schulz's flops, also where a rule of
+            one's own stands in its place.
     """
     flops = plan.ns_flops()
     together = [
@@ -314,6 +317,10 @@ def optimizer_text(
     ]
     mean = sum(together) / len(together)
     sent = plan.sent_bytes()
+    work = f"Newton-Schulz: {_amount(sum(flops))}flop a step on the stage, "
+    if own_rule(rule) is not None:
+        work = "Work, as if it were Newton-Schulz's: "
+    busiest = max(together) / mean if mean else 1
     shared = f" ({len(plan.shared)} shared by several ranks)" if plan.shared else ""
     how = "One rank gathers each matrix, orthogonalizes it and sends it back. "
     return (
@@ -322,8 +329,7 @@ def optimizer_text(
         f"cut by the shards of {sum(buckets)} gradient bucket(s). "
         f"{'' if earlier else how}A rank sends {_amount(sum(sent) / len(sent))}B a "
         f"step (the busiest {_amount(max(sent))}B) in {len(plan.rounds)} round(s). "
-        f"Newton-Schulz: {_amount(sum(flops))}flop a step on the stage, "
-        f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
+        f"{work}{busiest:.2f} × the mean on the busiest rank"
         f"{', with the matrices above' if earlier else ''}"
     )
 
@@ -331,10 +337,12 @@ def optimizer_text(
 def block_steps_text(plan: ExchangePlan, config: MuonConfig) -> str:
     """A sentence about the steps between full ones, of which this is the plan."""
     sent = plan.sent_bytes()
+    flops = f", {_amount(sum(plan.ns_flops()))}flop"
     return (
         f"Every {config.full_period} steps one is full; the others orthogonalize each "
         f"TP slice by itself: {len(plan.matrices)} matrices, "
-        f"{_amount(sum(sent) / len(sent))}B a rank, {_amount(sum(plan.ns_flops()))}flop"
+        f"{_amount(sum(sent) / len(sent))}B a rank"
+        f"{flops if own_rule(config.rule) is None else ''}"
     )
 
 

@@ -215,5 +215,10 @@ def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
     assert alone.endswith(
         "flop a step on the stage, 2.00 × the mean on the busiest rank"
     )
+    own = optimizer_text(experts, experts=True, buckets=[1], rule="torch:sign")
+    assert "flop" not in own
+    assert own.endswith(
+        "if it were Newton-Schulz's: 2.00 × the mean on the busiest rank"
+    )
     both = optimizer_text(experts, experts=True, buckets=[1], earlier=[dense])
     assert both.endswith("1.00 × the mean on the busiest rank, with the matrices above")

@@ -133,7 +133,11 @@ def _stage(number: int, stage: Stage) -> RoutedStage:
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
         sentences.append(
             optimizer_text(
-                planned.plan, experts=planned.experts, buckets=buckets, earlier=earlier
+                planned.plan,
+                experts=planned.experts,
+                buckets=buckets,
+                earlier=earlier,
+                rule=stage.run.config.rule,
             )
         )
         earlier = [*earlier, planned.plan]

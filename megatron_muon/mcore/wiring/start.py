@@ -126,6 +126,7 @@ def _sentences(dist_opts: Sequence[Any]) -> list[str]:
                 experts=has_experts(part),
                 buckets=[len(buffer.buckets) for buffer in part.buffers],
                 earlier=[before.muon.plan for before in dist_opts[:at]],
+                rule=muon.config.rule,
             )
         )
         for block in muon.variants[1:]:
