@@ -56,7 +56,7 @@ class Namo(Muon):
     def __init__(self, *of_muon: Any) -> None:
         super().__init__(*of_muon)
         self.home_state: SliceState = SliceState(
-            self.plan, self.own.rank, 2, self.device
+            self.plan, self.own.rank, 2, self.device, least=0.0
         )
         self.counts_steps = True
         self.steps = 0

@@ -49,7 +49,7 @@ class NorMuon(Muon):
     def __init__(self, *of_muon: Any) -> None:
         super().__init__(*of_muon)
         self.home_state: HomeState = HomeState(
-            self.plan.matrices, self.own.rank, self.device
+            self.plan.matrices, self.own.rank, self.device, least=0.0
         )
 
     @property

@@ -7,6 +7,7 @@ a stage together by the names of units, which are the same at every topology.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,19 @@ class HomeState:
         matrices: of the stage.
         rank: of the stage.
         device: of the matrices.
+        least: what no number of a checkpoint may be below.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], rank: int, device: torch.device
+        self,
+        matrices: Sequence[Matrix],
+        rank: int,
+        device: torch.device,
+        least: float = -math.inf,
     ) -> None:
         self._matrices = matrices
         self._device = device
+        self._least = least
         # by the matrix's index, ``(units, long side)``; of a strip, of its range
         self._at: dict[int, Tensor] = {}
         self._lengths: dict[str, int] = {}  # of all units of the stage
@@ -92,24 +99,24 @@ class HomeState:
             whole: wants numbers of the whole stage.
         """
         if not isinstance(saved, Mapping):
-            raise ValueError("the checkpoint's second moments have no names")
+            raise ValueError("the checkpoint's state of the rule has no names")
         for name in self._lengths if whole else self.wanted():
             length, found = self._lengths[name], saved.get(name)
             if not torch.is_tensor(found):
                 raise ValueError(
-                    f"the checkpoint has second moments of {len(saved)} units, and "
+                    f"the checkpoint has the rule's state of {len(saved)} units, and "
                     f"none of {name}. {way_out}"
                 )
             if found.dtype != torch.float32 or found.shape != (length,):
                 raise ValueError(
-                    f"the second moment of {name} is {found.dtype} of shape "
+                    f"the rule's state of {name} is {found.dtype} of shape "
                     f"{tuple(found.shape)} in the checkpoint, torch.float32 of "
                     f"({length},) here"
                 )
-            if not bool(((found >= 0) & found.isfinite()).all()):
+            if not bool(((found >= self._least) & found.isfinite()).all()):
                 raise ValueError(
-                    f"the checkpoint's second moment of {name} has a number that is "
-                    "negative or not finite: it is damaged"
+                    f"the rule's state of {name} in the checkpoint has a number that "
+                    f"is below {self._least} or not finite: it is damaged"
                 )
 
     def load(self, saved: Mapping[str, Tensor] | None) -> None:
@@ -162,6 +169,7 @@ class SliceState(HomeState):
         rank: of the stage.
         length: numbers of a unit.
         device: of the main parameters.
+        least: see ``HomeState``.
 
     Attributes:
         rows: ``(matrices with a slice here, units, length)``; of a matrix with fewer
@@ -170,9 +178,14 @@ class SliceState(HomeState):
     """
 
     def __init__(
-        self, plan: ExchangePlan, rank: int, length: int, device: torch.device
+        self,
+        plan: ExchangePlan,
+        rank: int,
+        length: int,
+        device: torch.device,
+        least: float = -math.inf,
     ) -> None:
-        self._matrices, self._device = plan.matrices, device
+        self._matrices, self._device, self._least = plan.matrices, device, least
         self._lengths = {}
         self._silent = set()
         known: set[str] = set()

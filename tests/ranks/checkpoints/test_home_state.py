@@ -208,7 +208,7 @@ def _damaged(value: Any) -> str:
 
 def test_a_load_of_numbers_that_are_none_ends_on_all_ranks() -> None:
     texts = run(_damaged, 2, "text", timeout=60.0)
-    assert any("the checkpoint has second moments of" in text for text in texts)
+    assert any("the checkpoint has the rule's state of" in text for text in texts)
     assert all(texts)
 
 
@@ -219,20 +219,27 @@ LONG = torch.ones(8)
 @pytest.mark.parametrize(
     ("saved", "text"),
     [
-        ([1.0], "have no names"),
-        ({"b": LONG}, "second moments of 1 units, and none of a. WAY OUT"),
+        ([1.0], "has no names"),
+        ({"b": LONG}, "the rule's state of 1 units, and none of a. WAY OUT"),
         ({"a": "text"}, "and none of a"),
         ({"a": LONG[:4]}, r"float32 of shape \(4,\) in the checkpoint, .* \(8,\)"),
         ({"a": LONG.double()}, "is torch.float64 of shape"),
-        ({"a": LONG * math.nan}, "negative or not finite"),
-        ({"a": -LONG}, "negative or not finite"),
+        ({"a": LONG * math.nan}, "below 0.0 or not finite"),
+        ({"a": -LONG}, "below 0.0 or not finite"),
     ],
     ids=range(7),
 )
 def test_numbers_that_are_none_are_refused(saved: Any, text: str) -> None:
-    home = HomeState(MATRICES, 0, torch.device("cpu"))
+    home = HomeState(MATRICES, 0, torch.device("cpu"), least=0.0)
     with pytest.raises(ValueError, match=text):
         home.require_usable(saved, "WAY OUT")
+
+
+def test_only_second_moments_must_not_be_negative() -> None:
+    built = HomeState(MATRICES, 0, torch.device("cpu"))
+    built.require_usable({"a": -LONG}, "")
+    with pytest.raises(ValueError, match="below -inf or not finite"):
+        built.require_usable({"a": -LONG * math.inf}, "")
 
 
 def test_numbers_of_other_homes_are_wanted_of_a_whole_stage_alone() -> None:
