@@ -18,11 +18,11 @@ PATTERNS = {
     r"|SplitMatrices|comes_as_rows|node_ranks|plan\.shared|not_shared_lines|node_lines"
     r"|SharedMatrix|\.shared\b|layout_free|may_share",
     "rules but muon": r"[Hh]yperball|[Nn]or[Mm]uon|[Aa]da[Mm]uon|\b[Nn]amo|radii"
-    r"|RunRadii|home_state|HOME_STATE|MOMENT2|moment2|of_weights|ADAPTIVE|adaptive"
-    r"|sums_parameters|has_moments|asks_before|asks_after|SliceSums|numbers_before"
+    r"|RunRadii|home_state|home_key|HOME_STATE|moment2|ADAPTIVE|adaptive"
+    r"|has_moments|asks_before|asks_after|SliceSums|numbers_before"
     r"|numbers_after|SliceState|\badapts\b|drop_absent",
     "by pattern": r"by_pattern|numerics\.where|OF_MATRICES|AT_HOMES|with_settings"
-    r"|GROUP_SETTINGS|pairs_of|rule_of\b|[^_]lr_mults|wd_mults|muon_include"
+    r"|GROUP_SETTINGS|pairs_of|[^_]lr_mults|wd_mults|muon_include"
     r"|muon_exclude|\bsplits\b",
     "watching": r"log_interval|log_file|\bwatch\b|[Oo]bserver|_watch\b|mcore\.watching",
     "precision-aware": r"adam_holds_main|OfFusedAdam|OfWeights"
