@@ -62,8 +62,9 @@ def fails_if_wide(x: Tensor) -> Tensor:
 
 
 def mixes(x: Tensor) -> Tensor:
-    """It looks at how many matrices a batch has, which the layout decides."""
-    return polar_express(x) * (1.0 + (len(x) > 2))
+    """It looks at how many tall matrices a batch has, which the layout decides."""
+    is_tall = x.size(-2) > x.size(-1)
+    return polar_express(x) * (1.0 + (is_tall and len(x) > 2))
 
 
 one_by_one = OwnRule(polar_express, takes="matrix")
