@@ -16,22 +16,22 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
 
 _FP32 = 4
-_OF_ROUND = 70  # launches, for the numbers of all slices together
 
 
 class _Passes(NamedTuple):
-    """Bytes an element that one rule reads and writes beside Muon's step."""
+    """What one rule has beside Muon's step."""
 
-    before: int  # before the gather
-    after: int  # after the scatter
+    before: int  # before, after: bytes an element before the gather, after the scatter
+    after: int
+    launches: int  # for the numbers of all slices of a round together
 
 
 _OF_RULE = {
     # after: the direction to fp32, a norm of both, their product, its sum
-    "hyperball": _Passes(0, 28),
+    "hyperball": _Passes(0, 28, 70),
     # before: a norm of momentum and gradient, the gradient's largest element, their
     # product, its sum
-    "namo": _Passes(28, 0),
+    "namo": _Passes(28, 0, 100),
 }
 _OF_SLICE = 1  # launches, for its numbers
 _BLENDS = 4  # more of them without the fused kernels
@@ -56,7 +56,7 @@ def before_gather(
     passes = _OF_RULE.get(numerics.config.rule)
     if passes is None or not passes.before or not slices:
         return Cost()
-    cost = stream(hardware, sum(slices) * passes.before, 0)
+    cost = stream(hardware, sum(slices) * passes.before, passes.launches)
     return cost + _numbers(hardware, slices, size, numerics)
 
 
@@ -67,20 +67,20 @@ def after_scatter(
     passes = _OF_RULE.get(numerics.config.rule)
     if passes is None or not passes.after or not slices:
         return Cost()
-    cost = stream(hardware, sum(slices) * passes.after, 0)
+    cost = stream(hardware, sum(slices) * passes.after, passes.launches)
     return cost + _numbers(hardware, slices, size, numerics)
 
 
 def _numbers(
     hardware: Hardware, slices: Sequence[int], size: int, numerics: Numerics
 ) -> Cost:
-    """Launches, and the sum over the stage: a message up and one down a tree of the
-    ranks, of few bytes.
+    """Launches of each slice, and the sum over the stage: a message up and one down a
+    tree of the ranks, of few bytes.
     """
     fused = numerics.on_gpu and numerics.config.elementwise == "auto"
     of_slice = _OF_SLICE if fused else _OF_SLICE + _BLENDS
     seconds = 2 * size.bit_length() * hardware.message_us * MICRO
-    return Cost(seconds) + stream(hardware, 0, of_slice * len(slices) + _OF_ROUND)
+    return Cost(seconds) + stream(hardware, 0, of_slice * len(slices))
 
 
 def scratch_before(slices: Sequence[int], numerics: Numerics) -> int:
