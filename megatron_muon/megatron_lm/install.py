@@ -220,14 +220,12 @@ def _install_muon(args: Any) -> None:
     """Check a run with Muon, install Muon, and write its settings into ``args``."""
     check_hooks()  # before the imports below, which import names of Megatron's
     from megatron_muon.mcore.wiring.install import install
-    from megatron_muon.mcore.wiring.start import say_at_start
 
+    namespace.refuse_megatrons_names(args)
     _check(args)
-    lines = namespace.rename_megatrons(args)
     config = muon_config(args)
     if bucketing.aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
-    say_at_start([*lines, *namespace.differences(args)])
     install(config)
     namespace.write_all(args, config)
     args.megatron_muon = True

@@ -14,6 +14,7 @@ from megatron_muon.console import say
 from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import replaced
+from megatron_muon.settings.flags import flags_of_upstream
 
 # Ways to read a checkpoint that is converted, and what is printed of them.
 _CONVERSIONS = {
@@ -56,7 +57,8 @@ def from_other(
         lambda: _into_muon(args, saved) if muon else _into_adamw(saved), device
     )
     if how in _CONVERSIONS and dist.get_rank() == 0:
-        say(f"[megatron_muon] {folder} is {_CONVERSIONS[how]}")
+        theirs = _settings_of_megatrons(optimizer) if how == "megatron's" else ""
+        say(f"[megatron_muon] {folder} is {_CONVERSIONS[how]}{theirs}")
     with ExitStack() as reading:
         if how == "muon's":
             if not getattr(args, "no_muon_checkpoint_digest", False):
@@ -74,6 +76,14 @@ def from_other(
         elif how != "unconverted":
             reading.enter_context(switch.reading_adamw(optimizer, how))
         yield how
+
+
+def _settings_of_megatrons(optimizer: Any) -> str:
+    """The flags to give where a run is to go on as Megatron's own Muon did."""
+    from megatron_muon.mcore.wiring.validate import own_muons_fields
+
+    flags = flags_of_upstream(own_muons_fields(optimizer.config))
+    return f"; its other settings, if they were Megatron's defaults, are {flags}"
 
 
 def _agreed(find: Callable[[], str], device: Any) -> Any:

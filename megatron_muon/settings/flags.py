@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_muon.settings import left
 from megatron_muon.settings.config import ROWS, MuonConfig
-from megatron_muon.settings.rows import OURS, UPSTREAM, Dialect, Flag, Row
+from megatron_muon.settings.rows import UPSTREAM, Flag, Row
 from megatron_muon.settings.rules import MATCHED, row_of
-from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
+from megatron_muon.settings.run_flags import FLAGS
 
-# of the plugin; the others are names of Megatron's alone, with all of its defaults
+# of the plugin; the others are names of Megatron's alone
 MUONS = ("muon", "dist_muon", "adaptive_muon")
 # what is said of the last of them, which has no rule here
 ADAPTIVE = (
@@ -21,6 +23,8 @@ ADAPTIVE = (
     "what a TP rank has of a whole weight, corrects none of them, and by default keeps "
     "one for each element (adamuon)"
 )
+# how Megatron's own Muon orthogonalizes a matrix that TP cuts
+TP_MODES = ("blockwise", "duplicated", "distributed")
 # the argument that holds Megatron's own defaults, by dest
 KEPT = "megatron_muon_defaults"
 
@@ -30,14 +34,8 @@ class Value:
     """The value of a setting, and where it comes from."""
 
     value: Any
-    dialect: Dialect  # whose flag it is, or whose default
     is_given: bool  # whether its flag is on the command line
     flag: Flag
-
-    @property
-    def is_default(self) -> bool:
-        """Whether neither a flag nor ``--muon-defaults upstream`` set it."""
-        return self.dialect == OURS and not self.is_given
 
 
 def written(args: Namespace, dest: str) -> Any:
@@ -46,15 +44,12 @@ def written(args: Namespace, dest: str) -> Any:
 
 
 def value_of(args: Namespace, row: Row) -> Value:
-    """The value that flags give; else the default, as ``--muon-defaults`` says.
+    """The value that flags give, else the default.
 
     Raises:
         ValueError: a flag's value has no meaning, or two flags contradict each other.
     """
-    value = _written_value(args, row)
-    if value is None and wants_upstream(args):
-        value = upstream_value(args, row)
-    return value or Value(row.default, OURS, False, row.flags[0])
+    return _written_value(args, row) or Value(row.default, False, row.flags[0])
 
 
 def _written_value(args: Namespace, row: Row) -> Value | None:
@@ -73,7 +68,7 @@ def _written_value(args: Namespace, row: Row) -> Value | None:
         if flag.is_switch:
             text = "(on)" if meaning else "(off)"
         texts.append(f"{flag.option} {text}")
-        values.append(Value(meaning, flag.source, True, flag))
+        values.append(Value(meaning, True, flag))
     if any(other.value != values[0].value for other in values[1:]):
         raise ValueError(
             f"{' and '.join(texts)} contradict each other: they set the same, give one"
@@ -89,49 +84,41 @@ def megatron_defaults(args: Namespace) -> dict[str, Any]:
     return written(args, KEPT) or {}
 
 
-def upstream_defaults(args: Namespace) -> dict[str, Any]:
-    """Defaults of Megatron's own Muon by dest, also of settings without a flag.
+def upstream_settings(
+    defaults: Mapping[str, Any],
+) -> Iterator[tuple[str, Flag, Any]]:
+    """The settings that Megatron's own Muon has, too: field, its flag, its default.
 
-    Empty where this Megatron has no Muon of its own.
+    ``defaults`` are those of its flags or of OptimizerConfig's fields, by dest. There
+    is no setting where this Megatron has no Muon of its own.
     """
-    defaults = megatron_defaults(args)
     if "muon_scale_mode" not in defaults:
-        return {}
-    # core 0.16's TensorParallelMuon has quintic and Adam, without a flag.
-    fixed = {"muon_coefficient_type": "quintic", "muon_scalar_optimizer": "adam"}
-    return {**fixed, "muon_use_syrk": False, **defaults}
+        return
+    # core 0.16's has quintic without a flag
+    values = {"muon_coefficient_type": "quintic", **defaults}
+    for field, row in ROWS.items():
+        for flag in row.flags:
+            if flag.source == UPSTREAM and flag.dest in values:
+                yield field, flag, values[flag.dest]
 
 
-def wants_upstream(args: Namespace) -> bool:
-    """Whether ``--muon-defaults upstream`` was given."""
-    return bool(written(args, "muon_defaults") == "upstream")
-
-
-def upstream_value(args: Namespace, row: Row) -> Value | None:
-    """The default of Megatron's own Muon; None where it has no such setting."""
-    defaults = upstream_defaults(args)
-    for flag in row.flags:
-        if flag.source == UPSTREAM and flag.dest in defaults:
-            return Value(flag.kind.read(defaults[flag.dest]), UPSTREAM, False, flag)
-    return None
+def flags_of_upstream(defaults: Mapping[str, Any]) -> str:
+    """The flags that give Muon here the defaults of Megatron's own; see
+    ``upstream_settings``.
+    """
+    options: list[str] = []
+    for field, flag, value in upstream_settings(defaults):
+        row = ROWS[field]
+        if flag.kind.read(value) != row.default:
+            switch = row.flags[0].option  # which turns the default off
+            options.append(switch if flag.is_switch else f"{flag.option} {value}")
+    return " ".join(options)
 
 
 def tp_size(args: Namespace) -> int:
     """The largest number of TP ranks that share a matrix."""
     dense = written(args, "tensor_model_parallel_size") or 1
     return max(dense, written(args, "expert_tensor_parallel_size") or dense)
-
-
-def blockwise_lines(args: Namespace, option: str, mode: str | None) -> list[str]:
-    """A warning where Megatron's own Muon would orthogonalize slices of matrices."""
-    size = tp_size(args)
-    if mode != "blockwise" or size == 1:
-        return []
-    return [
-        f"warning: {option}, in Megatron's own Muon, is other mathematics with TP "
-        f"{size}: each rank's slice by itself; here every matrix is orthogonalized "
-        "whole, as by duplicated"
-    ]
 
 
 # --- MuonConfig -----------------------------------------------------------------------
@@ -141,23 +128,14 @@ def muon_config(args: Namespace) -> MuonConfig:
     """The settings that flags of a parser that ``add_flags`` completed ask for.
 
     Raises:
-        ValueError: a flag, or a default of ``--muon-defaults upstream``, has no meaning
-            here; two flags contradict each other; or a setting is out of its range.
+        ValueError: a flag has no meaning here; two flags contradict each other; or a
+            setting is out of its range.
     """
-    if wants_upstream(args) and not upstream_defaults(args):
-        raise ValueError(
-            "--muon-defaults upstream: this Megatron has no Muon of its own (core 0.16 "
-            "and later have); give --muon-defaults moonlight or nothing"
-        )
-    _refuse_unknown(args)
     _refuse_without_meaning(args)
     values = {field: value_of(args, row) for field, row in ROWS.items()}
-    settings = {
-        field: value.value for field, value in values.items() if not value.is_default
-    }
+    settings = {field: value.value for field, value in values.items() if value.is_given}
     # Settings whose default depends on another flag, or that need one.
     settings["matched_adamw_rms"] = _factor(args, values)
-    settings["ns_dtype"] = _dtype(args, values["ns_dtype"].value)
     settings["qk_clip_alpha"] = qk_clip_alpha(args)
     for field in row_of(values["rule"].value).unscaled:
         if values[field].is_given and values[field].value != ROWS[field].default:
@@ -165,11 +143,13 @@ def muon_config(args: Namespace) -> MuonConfig:
                 f"{values[field].flag.option} has no meaning with --muon-rule "
                 f"{values['rule'].value}, whose updates have no scale: leave it out"
             )
-        settings.pop(field, None)  # Megatron's default
+        settings.pop(field, None)
     # A plan knows --deterministic-mode by this alone; a run finds torch in it, too.
     if "split_matrices" not in settings and written(args, "deterministic_mode"):
         settings["split_matrices"] = "off"
-    return MuonConfig(**settings)
+    config = MuonConfig(**settings)
+    _refuse_without_setting(args, config)
+    return config
 
 
 def _factor(args: Namespace, values: dict[str, Value]) -> float:
@@ -182,22 +162,9 @@ def _factor(args: Namespace, values: dict[str, Value]) -> float:
             f"has that root mean square with {' and '.join(MATCHED)} only; give "
             "--muon-extra-scale-factor"
         )
-    if mode not in MATCHED and factor.is_default:
+    if mode not in MATCHED and not factor.is_given:
         return 1.0
     return float(factor.value)
-
-
-def _dtype(args: Namespace, dtype: Any) -> Any:
-    """``--muon-fp32-matmul-prec medium``, also by upstream's default, is bf16."""
-    precision = written(args, "muon_fp32_matmul_prec")
-    if written(args, "muon_ns_dtype") == "auto":
-        return None
-    if precision == "medium" and dtype not in (None, "bf16"):
-        raise ValueError(
-            f"--muon-ns-dtype {dtype} and --muon-fp32-matmul-prec medium contradict "
-            "each other: they set the same, give one"
-        )
-    return "bf16" if dtype is None and (precision or wants_upstream(args)) else dtype
 
 
 def qk_clip_alpha(args: Namespace) -> float:
@@ -214,15 +181,31 @@ def qk_clip_alpha(args: Namespace) -> float:
     return float(alpha.value)
 
 
-def _refuse_unknown(args: Namespace) -> None:
+def _refuse_without_setting(args: Namespace, config: MuonConfig) -> None:
+    """Refuse flags of Megatron's own Muon that are no setting here, unless they ask for
+    what is done here.
+    """
+    is_bf16 = config.ns_dtype == "bf16" or (
+        config.ns_dtype is None and config.preset == "safe"
+    )
+    done_here = {
+        "muon_tp_mode": ("duplicated",) if tp_size(args) > 1 else TP_MODES,
+        "muon_fp32_matmul_prec": ("medium",) if is_bf16 else (),
+        "muon_scalar_optimizer": ("adam",),
+    }
     known = {flag.dest for flag in FLAGS}
     for dest in megatron_defaults(args):
-        if dest not in known and written(args, dest) is not None:
-            raise ValueError(
-                f"--{dest.replace('_', '-')} {written(args, dest)} is a flag of this "
-                "Megatron's own Muon that megatron_muon does not know: leave it out, "
-                "or give --muon-backend upstream"
-            )
+        value = written(args, dest)
+        if dest in known or value is None or value in done_here.get(dest, ()):
+            continue
+        option = f"--{dest.replace('_', '-')}"
+        text = option if value is True else f"{option} {value}"
+        way_out = left.FLAGS.get(
+            option,
+            "it is of this Megatron's own Muon; leave it out, or give --muon-backend "
+            "upstream",
+        )
+        raise ValueError(f"{text} has no meaning in megatron_muon: {way_out}")
 
 
 def _refuse_without_meaning(args: Namespace) -> None:
@@ -236,19 +219,6 @@ def _refuse_without_meaning(args: Namespace) -> None:
         raise ValueError(
             "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients "
             "'a,b,c;...'"
-        )
-    for row in RUN_ROWS:
-        asked = value_of(args, row)
-        option = asked.flag.option
-        is_free = option == "--muon-tp-mode" and tp_size(args) == 1
-        if row.only is None or asked.value == row.default or is_free:
-            continue
-        text = option if asked.flag.is_switch else f"{option} {asked.value}"
-        if not asked.is_given:
-            text += " (Megatron's own default, by --muon-defaults upstream)"
-        raise ValueError(
-            f"{text} has no meaning in megatron_muon: {row.only.why}; "
-            f"{row.only.way_out}"
         )
 
 

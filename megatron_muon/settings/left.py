@@ -28,6 +28,16 @@ FLAGS: dict[str, str] = {
     "all-gather of parameters in the forward pass",
     "--muon-log-file": "leave it out; --muon-log-interval writes to TensorBoard and "
     "W&B (--tensorboard-dir, --wandb-project) and to the log",
+    "--muon-defaults": "give the settings themselves; --optimizer dist_muon ends with "
+    "those of Megatron's own Muon",
+    # Megatron's, from core 0.16 on; ``flags`` accepts what is done here anyway
+    "--muon-tp-mode": "leave it out; a matrix is orthogonalized whole, at its home, "
+    "with duplicated's result (blockwise's steps are --muon-full-period)",
+    "--muon-fp32-matmul-prec": "give --muon-ns-dtype bf16, fp16, or fp32, which is "
+    "never TF32",
+    "--muon-scalar-optimizer": "leave it out; Megatron's Adam updates the parameters "
+    "that Muon does not",
+    "--muon-use-syrk": "leave it out; --muon-symmetric-products chooses the kernel",
 }
 
 # Settings of ``MuonConfig``.

@@ -49,21 +49,12 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
-    """Why a flag of Megatron's own Muon has no value but its default's here."""
-
-    why: str
-    way_out: str
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """One setting."""
 
     field: str  # its field of MuonConfig; empty for what is no setting of the optimizer
     default: Any  # the value without a flag
     flags: tuple[Flag, ...]  # messages name the first
-    only: Only | None = None  # where values unlike the default have no meaning here
 
     @property
     def named(self) -> str:
@@ -85,7 +76,6 @@ def free_row(
     kind: Kind,
     *,
     aliases: tuple[Flag, ...] = (),
-    only: Only | None = None,
     **of_flag: Any,
 ) -> Row:
     """A row without a field; further keywords are those of its flag."""
@@ -95,7 +85,7 @@ def free_row(
         )
         for flag in (Flag(option, says, kind, **of_flag), *aliases)
     )
-    return Row("", default, flags, only)
+    return Row("", default, flags)
 
 
 def row(default: Any, option: str, says: str, kind: Kind, **keywords: Any) -> Any:

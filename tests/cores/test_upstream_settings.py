@@ -234,8 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mode that does not exist": (
         {"fields": {"muon_tp_mode": "blocks"}},
-        "--muon-tp-mode must be one of blockwise, duplicated, distributed, got "
-        "'blocks'",
+        "muon_tp_mode must be one of blockwise, duplicated, distributed, got 'blocks'",
     ),
     "cleared": (
         {"fields": DIST | {"use_distributed_optimizer": False}},

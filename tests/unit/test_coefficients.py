@@ -197,15 +197,6 @@ def test_fewer_steps_of_deepseekv4_are_an_error_with_the_coefficients_that_they_
     MuonConfig(ns_coefficients=same, ns_steps=steps)  # what it proposes is accepted
 
 
-def test_with_upstreams_defaults_deepseekv4_has_megatrons_five_steps_which_are_refused() -> (
-    None
-):
-    given = ["--muon-defaults", "upstream", "--muon-coefficient-type", "deepseekv4"]
-    with pytest.raises(ValueError, match=r"is 5, with which it is simple alone"):
-        config_of("0.19", *given)
-    assert config_of("0.19", *given, "--muon-ns-steps", "10").ns_steps == 10
-
-
 def test_a_custom_list_starts_over() -> None:
     numbers = ((2.0, -1.5, 0.5), (1.5, -0.5, 0.0))
     config = MuonConfig(ns_coefficients=numbers, ns_steps=3, ns_dtype="fp32")

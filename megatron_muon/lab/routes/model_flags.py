@@ -180,15 +180,11 @@ def megatron_is_quiet() -> Iterator[None]:
 
 def muon_settings(flags: Namespace) -> MuonConfig:
     """The settings of a run with these flags; Muon's flags are checked as in a run."""
-    for option, value in (
-        ("--muon-backend", flags.muon_backend),
-        ("--muon-defaults", flags.muon_defaults),
-    ):
-        if value == "upstream":
-            raise ValueError(
-                f"{option} upstream is not supported here, where the plugin's Muon has "
-                "its own defaults: remove it, and give the values themselves"
-            )
+    if flags.muon_backend == "upstream":
+        raise ValueError(
+            "--muon-backend upstream is not supported here, where the plugin's Muon "
+            "has its own defaults: remove it, and give the values themselves"
+        )
     return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
 
 

@@ -19,9 +19,16 @@ from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.wiring.validate import own_muons_fields
 from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.settings.config import ROWS, MuonConfig
-from megatron_muon.settings.flags import KEPT, blockwise_lines, muon_config
+from megatron_muon.settings.flags import (
+    KEPT,
+    TP_MODES,
+    muon_config,
+    tp_size,
+    upstream_settings,
+)
+from megatron_muon.settings.kinds import choice
 from megatron_muon.settings.rows import UPSTREAM
-from megatron_muon.settings.run_flags import RUN_ROWS
+from megatron_muon.settings.rules import row_of
 
 # Settings that Megatron's own Muon has, too; ns_dtype is its muon_fp32_matmul_prec.
 _SHARED = {"ns_dtype"} | {
@@ -29,7 +36,8 @@ _SHARED = {"ns_dtype"} | {
     for field, row in ROWS.items()
     if any(flag.source == UPSTREAM for flag in row.flags)
 }
-_TP_MODE = next(row for row in RUN_ROWS if row.named == "--muon-tp-mode")
+_PRECISION = "muon_fp32_matmul_prec"
+_DTYPES = {"medium": "bf16", "highest": "fp32"}  # by torch's words
 Asked = dict[str, list[str]]
 _PATTERNS_OF = {"adam": "muon_exclude", "muon": "muon_include"}
 
@@ -53,20 +61,23 @@ def with_fields(
         return config, []
     _refuse_twice(config, changed or {"optimizer": optimizer})
     defaults = own_muons_fields(optimizer_config)
-    usual = defaults["muon_tp_mode"] if is_theirs else "duplicated"
-    mode = changed.get("muon_tp_mode", usual)
-    args = Namespace(**{**changed, KEPT: defaults, "muon_tp_mode": "duplicated"})
-    args.muon_rule = config.rule
+    given: dict[str, Any] = {"muon_tp_mode": "duplicated"}
+    if is_theirs:
+        given = {name: defaults[name] for name in ("muon_tp_mode", _PRECISION)}
+        for field, flag, value in upstream_settings(defaults):
+            if field not in row_of(config.rule).unscaled:
+                given[flag.dest] = value
+    given |= changed
+    mode = given.pop("muon_tp_mode")
+    if _PRECISION in given:
+        precision = given.pop(_PRECISION)
+        given["muon_ns_dtype"] = _DTYPES.get(precision, precision)
     model = get_model_config(chunk)
-    args.muon_defaults = "upstream" if is_theirs else None
-    args.tensor_model_parallel_size = model.tensor_model_parallel_size
-    args.expert_tensor_parallel_size = model.expert_tensor_parallel_size
-    # torch's word for products in fp32
-    if changed.get("muon_fp32_matmul_prec") == "highest":
-        args.muon_fp32_matmul_prec = None
-        args.muon_ns_dtype = "fp32"
+    for size in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        given[size] = getattr(model, size)
+    args = Namespace(**{**given, KEPT: defaults, "muon_rule": config.rule})
     try:
-        _TP_MODE.require(mode)
+        choice(TP_MODES).check("muon_tp_mode", mode)
         theirs = muon_config(args)
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -82,7 +93,13 @@ def with_fields(
         f"{config.momentum:g}, Nesterov {'on' if config.nesterov else 'off'}, QKV "
         f"{'split' if config.split_qkv else 'whole'}"
     ]
-    return config, lines + blockwise_lines(args, "muon_tp_mode='blockwise'", mode)
+    if mode == "blockwise" and tp_size(args) > 1:
+        lines.append(
+            "warning: muon_tp_mode='blockwise', in Megatron's own Muon, is other "
+            f"mathematics with TP {tp_size(args)}: each rank's slice by itself; here "
+            "every matrix is orthogonalized whole, as by duplicated"
+        )
+    return config, lines
 
 
 def _refuse_twice(config: MuonConfig, changed: Mapping[str, Any]) -> None:

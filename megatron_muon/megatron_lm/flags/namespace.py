@@ -13,16 +13,12 @@ from megatron_muon.settings.flags import (
     ADAPTIVE,
     KEPT,
     MUONS,
-    blockwise_lines,
+    flags_of_upstream,
     foreign_flags,
     megatron_defaults,
-    muon_config,
-    tp_size,
-    upstream_defaults,
-    upstream_value,
     written,
 )
-from megatron_muon.settings.rules import MATCHED, row_of
+from megatron_muon.settings.rules import MATCHED
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
 
 # Flags that a run with AdamW may have.
@@ -44,38 +40,18 @@ def is_on(args: Any) -> bool:
     return bool(getattr(args, "megatron_muon", False))
 
 
-def rename_megatrons(args: Namespace) -> list[str]:
-    """Make ``dist_muon`` Muon with Megatron's own defaults, as from Python; lines to
-    print.
-
-    Up to core 0.15 Megatron has neither the name nor defaults, so there it is ``muon``
-    alone.
-
-    Raises:
-        ValueError: the name is ``adaptive_muon``.
-    """
-    given = args.optimizer
-    if given == "muon":
-        return []
-    if given == "adaptive_muon":
+def refuse_megatrons_names(args: Namespace) -> None:
+    """Refuse, by a ValueError, the names of Megatron's own Muon, with what to give."""
+    if args.optimizer == "adaptive_muon":
         raise ValueError(f"--optimizer adaptive_muon: {ADAPTIVE}")
-    args.optimizer = "muon"
-    name = "--optimizer muon"
-    defaults = upstream_defaults(args)
-    if defaults:
-        args.muon_defaults = written(args, "muon_defaults") or "upstream"
-        name += f" --muon-defaults {args.muon_defaults}"
-    lines = [
-        f"--optimizer {given} is megatron_muon's Muon here; its name is {name} "
-        "(--muon-backend upstream leaves it to Megatron's own)"
-    ]
-    if written(args, "muon_tp_mode") is None:
-        option, mode = "--muon-tp-mode blockwise", defaults.get("muon_tp_mode")
-        warning = blockwise_lines(args, option, mode)
-        if warning:
-            args.muon_tp_mode = "duplicated"
-        lines += warning
-    return lines
+    if args.optimizer == "dist_muon":
+        flags = flags_of_upstream(megatron_defaults(args))
+        theirs = f", and for the defaults of Megatron's own Muon {flags}" * bool(flags)
+        raise ValueError(
+            "--optimizer dist_muon is a name of Megatron's own Muon: give --optimizer "
+            f"muon --use-distributed-optimizer{theirs}; --muon-backend upstream leaves "
+            "it to Megatron's own"
+        )
 
 
 def remove_flags(args: Namespace) -> None:
@@ -114,8 +90,7 @@ def remove_flags(args: Namespace) -> None:
 def restore_defaults(args: Namespace) -> None:
     """Set Megatron's own default again for every flag that was not given.
 
-    Call it after ``muon_config`` and ``differences``, which must know the flags that
-    were given.
+    Call it after ``muon_config``, which must know the flags that were given.
     """
     for dest, default in megatron_defaults(args).items():
         if written(args, dest) is None:
@@ -129,6 +104,8 @@ def write_all(args: Namespace, config: MuonConfig) -> None:
     Flags of Megatron that the plugin does not know get Megatron's defaults.
     """
     restore_defaults(args)
+    if hasattr(args, "muon_tp_mode"):
+        args.muon_tp_mode = "duplicated"
     vars(args).update(all_written(args, config))
     if hasattr(args, KEPT):
         delattr(args, KEPT)
@@ -149,68 +126,8 @@ def all_written(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         dest = row.flags[0].dest
         values[dest] = written(args, dest) or row.default
     values["muon_dp_layout"] = written(args, "muon_dp_layout") or "contiguous"
-    values["muon_tp_mode"] = "duplicated"
     if config.scale_mode not in MATCHED:
         values["muon_matched_adamw_rms"] = None
     if config.qk_clip is None:
         values["muon_qk_clip_alpha"] = None
-    if config.ns_dtype not in (None, "bf16"):
-        values["muon_fp32_matmul_prec"] = (
-            "highest"  # torch's word for fp32 without TF32
-        )
     return values
-
-
-def differences(args: Namespace) -> list[str]:
-    """A line with all settings that differ from the defaults of this Megatron's own
-    Muon.
-
-    Another line where ``--muon-tp-mode`` is given: its result is the same, its method
-    is not.
-
-    Raises:
-        ValueError: see ``muon_config``.
-    """
-    config = muon_config(args)
-    unlike = [
-        f"{setting} {ours} ({theirs})"
-        for setting, ours, theirs in _compared(config, args)
-        if ours != theirs
-    ]
-    lines = []
-    if unlike:
-        lines.append(f"unlike the defaults of Megatron's own Muon: {', '.join(unlike)}")
-    if written(args, "muon_tp_mode") is not None:
-        lines.append(
-            f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once "
-            "and whole, at its home, with the same result"
-        )
-    return lines
-
-
-def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
-    """(name, value here, default of Megatron's own Muon) of each setting that both
-    have.
-    """
-    defaults = upstream_defaults(args)
-    if not defaults:
-        return []
-    compared: list[tuple[str, object, object]] = []
-    rule = row_of(config.rule)
-    for field, row in ROWS.items():
-        theirs = upstream_value(args, row)
-        if theirs is not None and field not in rule.unscaled:
-            flag = theirs.flag
-            name = row.named if flag.is_switch else flag.option
-            ours = getattr(config, field)
-            compared.append((name, flag.kind.write(ours), defaults[flag.dest]))
-    dtype = config.ns_dtype or ("fp16 on a GPU" if config.preset == "fast" else "bf16")
-    precision = defaults["muon_fp32_matmul_prec"]
-    # With TP 1 all modes are the same, so there is no difference to report.
-    mode = "duplicated" if tp_size(args) > 1 else defaults["muon_tp_mode"]
-    return [
-        *compared,
-        ("--muon-ns-dtype", dtype, "bf16" if precision == "medium" else precision),
-        ("--muon-tp-mode", mode, defaults["muon_tp_mode"]),
-        ("--weight-decay-all-params", config.weight_decay_all_params, False),
-    ]

@@ -24,7 +24,7 @@ from megatron_muon.settings.flags import (
     MUONS,
     foreign_flags,
     megatron_defaults,
-    upstream_defaults,
+    upstream_settings,
     written,
 )
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
@@ -160,7 +160,7 @@ def muon_backend(args: Namespace) -> str:
         return "plugin"
     if not hasattr(args, KEPT):
         return "upstream"  # ``remove_flags`` has already handled these arguments
-    if not upstream_defaults(args):
+    if not any(upstream_settings(megatron_defaults(args))):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 "
             "and later have); leave it out"

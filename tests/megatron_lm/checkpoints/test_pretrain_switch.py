@@ -151,6 +151,7 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     muon = f"{MUON} --muon-momentum 0.9 {tp2}"
     text = pretrain(2, muon, options(saved, "torch_dist"))
     assert "is of Megatron's own Muon: its momentum, a mean, goes on as" in text
+    assert "its other settings, if they were Megatron's defaults, are --muon-" in text
     assert "so its files are not checked" in text
     switched = losses(text)
     assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]

@@ -131,15 +131,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     ),
     "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
-    "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
     "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
-    "duplicated": (
-        ["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"],
-        {},
-    ),
-    "blockwise, TP 1": (["--muon-tp-mode", "blockwise"], {}),
-    "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
-    "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
     "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
     "split": (
         ["--muon-split", "*.linear_qkv.*=heads", "--muon-split", "a=b=gate-up"],
@@ -202,7 +194,6 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
     "log-interval": (["--muon-log-interval", "100"], {"log_interval": 100}),
     "from-adamw": (["--muon-from-adamw", "momentum"], {}),
-    "moonlight": (["--muon-defaults", "moonlight"], {}),
     "backend": (["--muon-backend", "plugin"], {}),
     "cpu": (["--muon-cpu"], {}),
     "trace-steps": (["--muon-trace-steps", "5:7"], {}),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import (
-    differences,
-    rename_megatrons,
+    refuse_megatrons_names,
     restore_defaults,
     write_all,
 )
@@ -30,9 +30,6 @@ from support.megatron_lm.flag_parsers import (
     parsed,
     parser_of,
 )
-
-# Upstream's defaults, but for the coefficients.
-MEANT = ("--muon-defaults", "upstream", "--muon-coefficient-type", "simple")
 
 # --- what the parser has --------------------------------------------------------------
 
@@ -130,10 +127,6 @@ def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
 
 
 REFUSED = {
-    "high": (
-        ["--muon-fp32-matmul-prec", "high"],
-        "--muon-fp32-matmul-prec high .*ns-dtype",
-    ),
     "septic": (
         ["--muon-coefficient-type", "septic"],
         "one of simple, quintic.*got 'septic'",
@@ -154,19 +147,6 @@ REFUSED = {
         ["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"],
         r"ns_steps .* 7, ",
     ),
-    "lion": (
-        ["--muon-scalar-optimizer", "lion"],
-        "--muon-scalar-optimizer lion .*leave it out",
-    ),
-    "syrk": (["--muon-use-syrk"], "--muon-use-syrk has no meaning .*leave it out"),
-    "blockwise": (
-        ["--muon-tp-mode", "blockwise", "--tensor-model-parallel-size", "2"],
-        "--muon-tp-mode blockwise .*slice by itself.*give --muon-tp-mode duplicated",
-    ),
-    "blockwise, expert TP": (
-        ["--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "2"],
-        "--muon-tp-mode blockwise ",
-    ),
     "steps": (
         ["--muon-ns-steps", "5", "--muon-num-ns-steps", "6"],
         "--muon-ns-steps 5 and --muon-num-ns-steps 6 contradict",
@@ -180,10 +160,6 @@ REFUSED = {
         r"--no-muon-nesterov \(off\) and --muon-nesterov \(on\) contradict",
     ),
     "use-nesterov": (["--muon-use-nesterov", "--no-muon-nesterov"], "contradict"),
-    "dtype": (
-        ["--muon-ns-dtype", "fp32", "--muon-fp32-matmul-prec", "medium"],
-        "--muon-ns-dtype fp32 and --muon-fp32-matmul-prec medium contradict",
-    ),
     "rms of another mode": (
         ["--muon-matched-adamw-rms", "0.2", "--muon-scale-mode", "shape_scaling"],
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
@@ -221,7 +197,7 @@ def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused_and_keeps_its
     write_all(args, MuonConfig())
     assert args.muon_new == 3
     with pytest.raises(
-        ValueError, match=r"--muon-new 4 .*does not know.*--muon-backend upstream"
+        ValueError, match=r"--muon-new 4 has no meaning .*--muon-backend upstream"
     ):
         muon_config(parser.parse_args(["--muon-new", "4"]))
 
@@ -237,110 +213,100 @@ def test_in_deterministic_mode_no_matrix_is_shared_unless_asked(version: str) ->
         assert muon_config(args).split_matrices == expected
 
 
-@WITH_MUON
-def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
-    upstreams = MuonConfig(
-        matched_adamw_rms=1.0, momentum=0.9, nesterov=False, ns_dtype="bf16"
-    )
-    assert config_of(version, *MEANT) == upstreams
-    given = config_of(
-        version, *MEANT, "--muon-momentum", "0.8", "--muon-matched-adamw-rms", "0.2"
-    )
-    assert given == MuonConfig(momentum=0.8, nesterov=False, ns_dtype="bf16")
-    assert config_of(version, *MEANT[:2]).ns_coefficients == "quintic"
-    assert config_of(version, *MEANT, "--muon-rule", "hyperball").rule == "hyperball"
-
-
-@WITH_MUON
-def test_upstreams_default_of_the_tp_mode(version: str) -> None:
-    tp2 = (*MEANT, "--tensor-model-parallel-size", "2")
-    if version == "later":
-        assert config_of(version, *tp2).momentum == 0.9
-        return
-    with pytest.raises(ValueError, match=r"--muon-tp-mode blockwise .*own default"):
-        config_of(version, *tp2)
-    assert config_of(version, *tp2, "--muon-tp-mode", "duplicated").momentum == 0.9
-
-
-def test_upstreams_defaults_need_a_megatron_that_has_them() -> None:
-    with pytest.raises(
-        ValueError, match="--muon-defaults upstream: this Megatron has no Muon"
-    ):
-        config_of("0.12", "--muon-defaults", "upstream")
-
-
-# --- what is printed at start ---------------------------------------------------------
-
-UNLIKE = "unlike the defaults of Megatron's own Muon: "
-
-
-@WITH_MUON
-def test_every_value_that_differs_from_megatrons_own_is_printed(version: str) -> None:
-    assert differences(parsed(version, "--muon-preset", "fast")) == [
-        f"{UNLIKE}--muon-extra-scale-factor 0.2 (1.0), --muon-momentum 0.95 (0.9), "
-        "nesterov (--no-muon-nesterov) True (False), --muon-coefficient-type simple "
-        "(quintic), --muon-ns-dtype fp16 on a GPU (bf16)"
-    ]
-
-
-def test_a_megatron_without_a_muon_of_its_own_has_no_defaults_to_differ_from() -> None:
-    assert differences(parsed("0.12")) == []
-
-
 # --- Megatron's own Muon --------------------------------------------------------------
 
+TP2 = "--tensor-model-parallel-size", "2"
+# flags of Megatron's own Muon that are no setting here, and what is said of them
+DONE_HERE: dict[str, Sequence[str]] = {
+    "duplicated": ("--muon-tp-mode", "duplicated", *TP2),
+    "blockwise, TP 1": ("--muon-tp-mode", "blockwise"),
+    "distributed, TP 1": ("--muon-tp-mode", "distributed"),
+    "adam": ("--muon-scalar-optimizer", "adam"),
+    "medium": ("--muon-fp32-matmul-prec", "medium"),
+    "medium, bf16": ("--muon-fp32-matmul-prec", "medium", "--muon-ns-dtype", "bf16"),
+}
+NOT_HERE: dict[str, tuple[Sequence[str], str]] = {
+    "blockwise": (
+        ("--muon-tp-mode", "blockwise", *TP2),
+        "--muon-tp-mode blockwise .*leave it out; a matrix is orthogonalized whole",
+    ),
+    "blockwise, expert TP": (
+        ("--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "2"),
+        "--muon-tp-mode blockwise has no meaning in megatron_muon: leave",
+    ),
+    "lion": (("--muon-scalar-optimizer", "lion"), "optimizer lion .*leave it out"),
+    "high": (("--muon-fp32-matmul-prec", "high"), "prec high .*ns-dtype bf16, fp16"),
+    "medium, fp32": (
+        ("--muon-fp32-matmul-prec", "medium", "--muon-ns-dtype", "fp32"),
+        "prec medium .*give --muon-ns-dtype",
+    ),
+    "medium, fast": (
+        ("--muon-fp32-matmul-prec", "medium", "--muon-preset", "fast"),
+        "prec medium .*give --muon-ns-dtype",
+    ),
+    "syrk": (
+        ("--muon-use-syrk",),
+        "--muon-use-syrk has no .*--muon-symmetric-products",
+    ),
+}
+
+
+def has_flags_of(version: str, given: Sequence[str]) -> bool:
+    return given[0] in parser_of(version)._option_string_actions
+
+
+@EVERY
+@pytest.mark.parametrize("which", DONE_HERE)
+def test_a_value_of_megatrons_that_asks_for_what_is_done_here_passes(
+    version: str, which: str
+) -> None:
+    given = DONE_HERE[which]
+    if not has_flags_of(version, given):
+        with pytest.raises(SystemExit):  # it was removed: see left
+            config_of(version, *given)
+        return
+    settings = {"ns_dtype": "bf16"} if "bf16" in given else {}
+    assert config_of(version, *given) == MuonConfig(**settings)
+
 
 @WITH_MUON
-@pytest.mark.parametrize("given", [(), ("--muon-momentum", "0.8", "--muon-nesterov")])
-def test_dist_muon_is_muon_with_megatrons_own_defaults(
-    version: str, given: tuple[str, ...]
+@pytest.mark.parametrize("which", NOT_HERE)
+def test_a_value_of_megatrons_that_is_not_done_here_ends_with_what_to_give(
+    version: str, which: str
 ) -> None:
-    """As from Python: Moonlight's scale would make the updates of its lines five times
-    smaller.
+    given, said = NOT_HERE[which]
+    if has_flags_of(version, given):
+        with pytest.raises(ValueError, match=said):
+            config_of(version, *given)
+
+
+@WITH_MUON
+def test_dist_muon_is_refused_with_the_flags_of_megatrons_defaults(
+    version: str,
+) -> None:
+    """As a user would copy them: Moonlight's scale would make the updates of such a run
+    five times smaller.
     """
-    args = parsed(version, "--optimizer", "dist_muon", *given)
-    (line,) = rename_megatrons(args)
-    new = "--optimizer muon --muon-defaults"
-    assert f"dist_muon is megatron_muon's Muon here; its name is {new} up" in line
-    assert args.optimizer == "muon"
-    assert muon_config(args) == config_of(
-        version, "--muon-defaults", "upstream", *given
+    with pytest.raises(ValueError) as refused:
+        refuse_megatrons_names(parsed(version, "--optimizer", "dist_muon"))
+    said = str(refused.value)
+    flags = said.split("defaults of Megatron's own Muon ")[1].split("; --muon-backend")
+    assert config_of(version, *flags[0].split()) == MuonConfig(
+        matched_adamw_rms=1.0, momentum=0.9, nesterov=False, ns_coefficients="quintic"
     )
-    assert rename_megatrons(args) == []
-    named = "--optimizer", "dist_muon", "--muon-defaults", "moonlight"
-    own = parsed(version, *named, *given)
-    assert rename_megatrons(own)[0].count(f"{new} moonlight") == 1
-    assert muon_config(own) == config_of(version, *given)
+    assert "give --optimizer muon --use-distributed-optimizer, and for the" in said
 
 
 def test_adaptive_muon_is_refused_with_the_rules_to_take() -> None:
     args = parsed("0.19", "--optimizer", "adaptive_muon")
     said = "--optimizer muon with --muon-rule normuon or namo .* own class"
     with pytest.raises(ValueError, match=f"^--optimizer adaptive_muon: .*{said}"):
-        rename_megatrons(args)
-    assert args.optimizer == "adaptive_muon"
+        refuse_megatrons_names(args)
 
 
-def test_before_megatron_had_a_muon_dist_muon_is_muon_alone() -> None:
-    args = parsed("0.12", "--optimizer", "dist_muon")
-    assert "its name is --optimizer muon (" in rename_megatrons(args)[0]
-    assert muon_config(args) == MuonConfig()
-
-
-@WITH_MUON
-def test_dist_muon_over_tp_ranks_orthogonalizes_whole_matrices_and_warns(
-    version: str,
-) -> None:
-    given = ("--optimizer", "dist_muon", "--tensor-model-parallel-size", "2")
-    args = parsed(version, *given)
-    by_default = args.megatron_muon_defaults["muon_tp_mode"]
-    lines = rename_megatrons(args)
-    assert ("warning: " in lines[-1]) == (by_default == "blockwise")
-    assert muon_config(args) == config_of(version, "--muon-defaults", "upstream")
-    asked = parsed(version, *given, "--muon-tp-mode", "blockwise")
-    rename_megatrons(asked)
-    with pytest.raises(ValueError, match="--muon-tp-mode blockwise has no meaning"):
-        muon_config(asked)
+def test_before_megatron_had_a_muon_dist_muon_is_refused_for_muon() -> None:
+    with pytest.raises(ValueError, match="muon --use-distributed-optimizer; --muon-b"):
+        refuse_megatrons_names(parsed("0.12", "--optimizer", "dist_muon"))
 
 
 @EVERY
