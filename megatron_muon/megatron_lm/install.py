@@ -18,7 +18,7 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     rows_of,
 )
-from megatron_muon.mcore.seams.training import ROWS, check_arguments
+from megatron_muon.mcore.seams.training import ROWS
 from megatron_muon.megatron_lm import bucketing, checkpointing, loop
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
@@ -139,7 +139,6 @@ def _validate_args(
     with replaced(args, **hidden):
         result = original(args, defaults or {}, **kwargs)
     if is_muon:
-        check_arguments(args)
         if not again:
             set_host(MegatronLM(leaves_buckets=bucketing.leaves_buckets(args)))
     _tell(lines)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import __version__ as VERSION
 from megatron.core.optimizer import OptimizerConfig
 
@@ -311,25 +312,27 @@ def test_settings_are_the_same_in_the_whole_world(
 
 
 def _error_without_an_attribute() -> str:
-    from megatron_muon.mcore.seams.rows import check_built
-    from megatron_muon.presence import SeamError
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    megatron = start(
-        replace(CASE, optimizer="adam"), Topology()
-    ).optimizer.chained_optimizers[0]
-    check_built(megatron)
-    del megatron.shard_fp32_groups
-    with pytest.raises(SeamError) as caught:
-        check_built(megatron)
-    return str(caught.value)
+    made = DistributedOptimizer.__init__
+
+    def made_by_a_fork(dist_opt: Any, *args: Any, **kwargs: Any) -> None:
+        made(dist_opt, *args, **kwargs)
+        if dist.get_rank() == 1:
+            del dist_opt.shard_fp32_groups
+
+    with mock.patch.object(DistributedOptimizer, "__init__", made_by_a_fork):
+        try:
+            start(CASE, Topology(1, 1, 2))
+        except (AttributeError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
-def test_a_missing_attribute_is_an_error_that_names_it() -> None:
-    (text,) = run(_error_without_an_attribute, 1)
-    assert (
-        f"DistributedOptimizer of megatron-core {VERSION} has no shard_fp32_groups"
-        in text
-    )
+def test_a_missing_attribute_is_an_error_that_names_it_and_ends_all_ranks() -> None:
+    other, own = run(_error_without_an_attribute, 2, timeout=60.0)
+    assert own.startswith("AttributeError: ") and "shard_fp32_groups" in own
+    assert other.startswith("RuntimeError: ") and "rank 1" in other
 
 
 def _error_without_a_group(moe: bool, missing: str) -> str:

@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from megatron_muon.lab.bench import seams as bench
-from megatron_muon.lab.doctor import cpu_seams
+from megatron_muon.lab.doctor import core_seams, cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run
-from megatron_muon.mcore.seams import model, rows, training
+from megatron_muon.mcore.seams import rows, training
 from megatron_muon.mcore.seams.row import Row
-from megatron_muon.mcore.seams.training import ARGUMENTS
 from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
 from support.megatron_uses import Use, own_names, uses_in, uses_in_text
@@ -31,8 +30,10 @@ PACKAGE = ROOT / "megatron_muon"
 ROWS: tuple[Row, ...] = (
     *rows.CORE,
     *training.ROWS,
-    *model.HYBRID,
-    *model.REFUSALS,
+    *core_seams.ROWS,
+    *core_seams.TRAINING,
+    *core_seams.HYBRID,
+    *core_seams.REFUSALS,
     *dry_run.ROWS,
     *dry_run.SCRIPT,
     *bench.ROWS,
@@ -78,6 +79,57 @@ EXCEPTIONS = {
         "a mark since 0.20, in modules whose import needs kernels for a GPU"
     ),
 }
+# Arguments that are read after Megatron-LM has checked them; the namespace exists only
+# then.
+ARGUMENTS = (
+    # what is loaded and saved, and where
+    "save",
+    "load",
+    "finetune",
+    "no_load_optim",
+    "override_opt_param_scheduler",
+    "use_dist_ckpt",
+    "non_persistent_ckpt_type",
+    "non_persistent_global_ckpt_dir",
+    # how many buckets there are, over how many ranks
+    "ddp_num_buckets",
+    "ddp_bucket_size",
+    "overlap_grad_reduce",
+    "world_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "expert_model_parallel_size",
+    "num_distributed_optimizer_instances",
+    # the sizes of the first pipeline stage, which that number comes from
+    "hidden_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_layers",
+    "num_experts",
+    "num_attention_heads",
+    "num_query_groups",
+    "group_query_attention",
+    "moe_ffn_hidden_size",
+    "moe_grouped_gemm",
+    "moe_layer_freq",
+    "swiglu",
+    "moe_shared_expert_intermediate_size",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "add_bias_linear",
+    "normalization",
+    "position_embedding_type",
+    "qk_layernorm",
+    "vocab_size",
+    "untie_embeddings_and_output_weights",
+    "decoder_first_pipeline_num_layers",
+)
 # Arguments that are read before Megatron-LM has checked them, or that only some
 # versions have.
 UNCHECKED_ARGUMENTS = {
@@ -112,6 +164,7 @@ BASES = {
 }
 TABLES = (
     "seams.py",
+    "lab/doctor/core_seams.py",
     *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")),
 )
 EVERY_OBJECTS = (

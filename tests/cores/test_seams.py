@@ -27,22 +27,22 @@ import pytest
 
 import megatron_muon
 from megatron_muon.lab.bench import seams as bench
-from megatron_muon.lab.doctor import cpu_seams
+from megatron_muon.lab.doctor import core_seams, cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run
-from megatron_muon.mcore.seams import model, optimizer, rows, training
-from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
+from megatron_muon.mcore.seams import rows, training
 from megatron_muon.mcore.seams.row import Row
-from megatron_muon.mcore.seams.rows import check_built, check_row, check_rows, rows_of
-from megatron_muon.mcore.seams.training import ARGUMENTS, check_arguments
+from megatron_muon.mcore.seams.rows import check_row, check_rows, rows_of
 from megatron_muon.presence import SeamError
+from support import ROOT
 from support.installed import NAME, VERSION
 from support.processes import python
 from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 ROWS = rows_of(VERSION, rows.CORE)
+READ = rows_of(VERSION, core_seams.ROWS)
 OTHERS = rows._OTHERS.items()
 OF_COMMANDS = (*dry_run.ROWS, *bench.ROWS, *cpu_seams.ROWS, *VIRTUAL_GPU)
-OPTIONAL = rows_of(VERSION, (*model.REFUSALS, *OF_COMMANDS))
+OPTIONAL = rows_of(VERSION, (*core_seams.REFUSALS, *OF_COMMANDS))
 # a branch or a fork may lack what is refused
 IS_RELEASE = rows.described_version() == NAME
 
@@ -106,6 +106,16 @@ def test_install_names_a_symbol_that_was_renamed(row: Row) -> None:
     rows.check_hooks()
 
 
+@pytest.mark.parametrize(
+    "row", READ, ids=lambda row: str(row).removeprefix("megatron.core.")
+)
+def test_doctor_names_a_symbol_that_was_renamed(row: Row) -> None:
+    needed = f"has no {row}, which megatron_muon needs: {row.relied_on}"
+    check_row(row, NAME)
+    with renamed(row), pytest.raises(SeamError, match=re.escape(needed)):
+        check_row(row, NAME)
+
+
 def test_a_core_that_is_no_release_is_named_by_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -130,18 +140,18 @@ def test_what_only_a_refusal_or_a_command_needs_stops_no_run(
     """As Megatron's branch dev lacks generalized tensor parallelism, which is
     refused.
     """
-    if not IS_RELEASE and row in model.REFUSALS:
+    if not IS_RELEASE and row in core_seams.REFUSALS:
         pytest.skip(f"{NAME} is of a branch or a fork")
     check_rows([row])
     with renamed(row):
         with pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
             check_rows([row])
-        if row in model.REFUSALS:
+        if row in core_seams.REFUSALS:
             megatron_muon.install()
 
 
 @pytest.mark.parametrize(
-    "row", rows_of(VERSION, (*model.HYBRID, *bench.UPSTREAM)), ids=str
+    "row", rows_of(VERSION, (*core_seams.HYBRID, *bench.UPSTREAM)), ids=str
 )
 def test_what_needs_packages_to_be_imported_is_in_the_source(
     row: Row,
@@ -213,35 +223,6 @@ def _of(modules: dict[str, Any]) -> Any:
     )
 
 
-def test_an_argument_that_was_renamed_is_named() -> None:
-    args = SimpleNamespace(**dict.fromkeys(ARGUMENTS))
-    check_arguments(args)
-    for name in ARGUMENTS:
-        delattr(args, name)
-        with pytest.raises(
-            SeamError, match=f"have no {name}, which megatron_muon needs"
-        ):
-            check_arguments(args)
-        setattr(args, name, None)
-
-
-@pytest.mark.parametrize("key", GROUP_KEYS)
-def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
-    group = dict.fromkeys(GROUP_KEYS, 1)
-    value = group.pop(key)
-    built = SimpleNamespace(
-        **{
-            **{row.name.split(".")[-1]: None for row in optimizer.ROWS},
-            "buffers": [],
-            "optimizer": SimpleNamespace(param_groups=[group]),
-        }
-    )
-    with pytest.raises(SeamError, match=f"a parameter group of .* has no {key}, which"):
-        check_built(built)
-    group[f"pre_{key}"] = value  # as NeMo has it
-    check_built(built)
-
-
 # --- in processes of their own
 
 
@@ -259,22 +240,20 @@ def test_a_class_that_the_plugin_imports_by_name_is_named_too() -> None:
 
 
 _COPY = Path(megatron.core.__file__).parents[1]
-RENAMED_IN_A_COPY = (
-    ("optimizer/distrib_optimizer.py", "gbuf_ranges"),
-    ("tensor_parallel/layers.py", "partition_dim"),
-)
 
 
-@pytest.mark.parametrize(("file", "name"), RENAMED_IN_A_COPY)
-def test_a_copy_of_the_core_with_another_name_is_refused(
-    file: str, name: str, tmp_path: Path
-) -> None:
+def _copy_with_another_name(folder: Path, file: str, name: str) -> None:
     """As a fork has it: everywhere in a file, so that the file itself is whole."""
-    copy = tmp_path / "megatron"
+    copy = folder / "megatron"
     # with what is compiled, which holds for the other files
     shutil.copytree(_COPY, copy)
     source = copy / "core" / file
     source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
+
+
+def test_a_copy_of_the_core_with_another_mark_is_refused(tmp_path: Path) -> None:
+    """Its absence would go unnoticed."""
+    _copy_with_another_name(tmp_path, "tensor_parallel/layers.py", "partition_dim")
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
     code += "megatron_muon.install(); print('accepted')"
     done = python("-W", "ignore", "-c", code, path=[tmp_path])
@@ -283,4 +262,20 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
     assert last.startswith("megatron_muon.presence.SeamError: megatron-core "), (
         done.stderr
     )
-    assert f".{name}, which megatron_muon needs: " in last
+    assert ".partition_dim, which megatron_muon needs: " in last
+
+
+def test_a_run_over_a_copy_that_lacks_what_is_read_ends_by_its_name(
+    tmp_path: Path,
+) -> None:
+    """``doctor`` says it before, with the way out."""
+    _copy_with_another_name(
+        tmp_path, "optimizer/distrib_optimizer.py", "shard_fp32_groups"
+    )
+    run = python(str(ROOT / "examples" / "minimal.py"), path=[tmp_path])
+    assert run.returncode != 0
+    assert "has no attribute 'shard_fp32_groups'" in run.stderr, run.stderr
+    report = python("-W", "ignore", "-m", "megatron_muon", "doctor", path=[tmp_path])
+    assert report.returncode == 1
+    said = " ".join(report.stdout.split())
+    assert ".shard_fp32_groups, which megatron_muon needs: " in said

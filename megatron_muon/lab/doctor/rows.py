@@ -20,13 +20,13 @@ from typing import Any
 
 import megatron_muon
 from megatron_muon.lab.bench import seams as bench_seams
-from megatron_muon.lab.doctor import cpu_seams
+from megatron_muon.lab.doctor import core_seams, cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run_seams
-from megatron_muon.mcore.seams import model
 from megatron_muon.mcore.seams.row import Row
 from megatron_muon.mcore.seams.rows import (
     CORE,
     check_row,
+    check_rows,
     described_version,
     megatron_version,
     rows_of,
@@ -159,9 +159,9 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
 
     version = megatron_version()[1]
     yield dataset_helper(where / "datasets")
-    yield _hooks("hooks", CORE, needed=True)
+    yield _hooks("hooks", [*CORE, *core_seams.ROWS], needed=True)
     # a run needs none of these
-    optional = [*model.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS]
+    optional = [*core_seams.REFUSALS, *dry_run_seams.ROWS, *bench_seams.ROWS]
     if importlib.util.find_spec("emerging_optimizers"):
         optional += bench_seams.UPSTREAM
     yield _hooks("optional hooks", optional, needed=False)
@@ -305,6 +305,7 @@ def _training_hooks(checkout: Path) -> Examined:
 
     try:
         install_training()
+        check_rows(core_seams.TRAINING)
     except SeamError as error:
         return Examined("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported

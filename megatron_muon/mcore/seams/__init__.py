@@ -1,4 +1,4 @@
-"""Tables of all that the plugin uses of Megatron: start at ``rows``; ``row`` has the
+"""Tables of what the plugin changes in Megatron: start at ``rows``; ``row`` has the
 versions.
 
 ``megatron-muon doctor`` and ``tests/cores/test_seams.py`` show what a new version

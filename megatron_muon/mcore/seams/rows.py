@@ -1,12 +1,11 @@
-"""What a run uses of others' code, and its comparison with what is installed.
+"""What a run changes of Megatron, and its comparison with what is installed.
 
-The package calls, wraps, replaces, overrides or reads symbols of Megatron and of
-torch's internals. Each is a row in this folder's modules, with the behaviour relied on:
-read them to know what an upgrade can break. A command's rows are beside the command
-(``lab/*/seams.py``). A test holds the package's syntax trees to all of them.
-
-``check_hooks`` compares the rows of every run with the installed megatron-core and
-torch. ``check_built`` compares an optimizer that Megatron has built.
+Each symbol that the package wraps, replaces, overrides or subclasses is a row in this
+folder's modules, with the behaviour relied on; so are marks, whose absence would go
+unnoticed. ``check_hooks`` compares them with the installed megatron-core. What is only
+called or read ends by its own name where it is missing; its rows are ``doctor``'s
+(``lab/doctor/core_seams.py``), a command's are beside the command. A test holds the
+package's syntax trees to all of them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from functools import cache
 from typing import Any
 
 from megatron_muon.mcore.seams import model, optimizer
-from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
-from megatron_muon.mcore.seams.row import Place, Row
+from megatron_muon.mcore.seams.row import Row
 from megatron_muon.presence import SeamError, Version, check_version
 from megatron_muon.settings.config import USE_ADAMW
 
@@ -34,28 +32,9 @@ _TORCH_WAY_OUT = (
     "take a megatron_muon that knows this torch, or one that it was tested with"
 )
 
-# Torch's internals: names that a release may change without notice.
-_TORCH = (
-    *(
-        Place("torch").called(f"_foreach_{name}", "one kernel for a list of tensors")
-        for name in ("add_", "copy_", "mul", "mul_", "norm", "sign_", "sub_")
-    ),
-    Place("torch.distributed.distributed_c10d").called(
-        "_get_default_store", "where the first rank to compare settings says if it asks"
-    ),
-    Place("torch._C").called(
-        "PyTorchFileReader", "reads the archives that torch.save writes"
-    ),
-    Place("torch._C._profiler").called(
-        "_RecordFunctionFast", "a range in traces, where no profiler is on here"
-    ),
-    Place("torch.autograd").called(
-        "_profiler_enabled", "whether a profiler is on already"
-    ),
-)
 # What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts
 # needs.
-CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS, *_TORCH)
+CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS)
 
 
 def megatron_version() -> tuple[str, Version]:
@@ -142,36 +121,6 @@ def check_row(row: Row, version: str) -> None:
             f"{row} of megatron-core {version} has no parameter {', '.join(missing)}, "
             f"which megatron_muon needs: {row.relied_on}. {WAY_OUT}"
         )
-
-
-def check_built(dist_opt: Any) -> None:
-    """Compare attributes' rows with a DistributedOptimizer of Megatron's; a SeamError
-    names one.
-    """
-    if getattr(dist_opt, "is_stub_optimizer", False):
-        return
-    buffers = getattr(dist_opt, "buffers", ())
-    built = {
-        "DistributedOptimizer": [dist_opt],
-        "_ParamAndGradBuffer": buffers,
-        "_ParamAndGradBucket": [buffer.buckets[0] for buffer in buffers],
-    }
-    for row in optimizer.ROWS:
-        owner, _, name = row.name.rpartition(".")
-        for holder in built.get(owner, ()) if row.use == "held" else ():
-            if not hasattr(holder, name):
-                raise SeamError(
-                    f"{type(holder).__name__} of megatron-core {megatron_version()[0]} "
-                    f"has no {name}, which megatron_muon needs: {row.relied_on}. "
-                    f"{WAY_OUT}"
-                )
-    for group in dist_opt.optimizer.param_groups:
-        for key, relied_on in GROUP_KEYS.items():
-            if key not in group and f"pre_{key}" not in group:
-                raise SeamError(
-                    f"a parameter group of megatron-core {megatron_version()[0]} has "
-                    f"no {key}, which megatron_muon needs: {relied_on}. {WAY_OUT}"
-                )
 
 
 def _missing(row: Row, version: str) -> SeamError:

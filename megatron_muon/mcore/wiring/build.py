@@ -19,7 +19,6 @@ from megatron_muon.mcore.host.shards import device_of, owned_shards, states_of
 from megatron_muon.mcore.host.states import init_state_of
 from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
-from megatron_muon.mcore.seams.rows import check_built
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.placement import (
     Located,
@@ -87,7 +86,6 @@ def make_muons(
         pg_collection: the process groups given to ``get_megatron_optimizer``, if any.
 
     Raises:
-        SeamError: an optimizer lacks an attribute that the plugin needs.
         PlanMismatchError: ranks disagree about the settings, or ranks of a stage about
             the plan.
         ValueError, NotImplementedError: a parameter cannot be routed, or a group is
@@ -157,8 +155,6 @@ def _checked(
         The run's numerics, lines about choices that are not as they were asked for, and
         the lines that all ranks must agree on.
     """
-    for part in parts:
-        check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
