@@ -31,7 +31,7 @@ KEPT = "megatron_muon_defaults"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a setting, and where it comes from."""
+    """The value of a setting, and its flag; the first one where none is given."""
 
     value: Any
     is_given: bool  # whether its flag is on the command line
@@ -49,10 +49,6 @@ def value_of(args: Namespace, row: Row) -> Value:
     Raises:
         ValueError: a flag's value has no meaning, or two flags contradict each other.
     """
-    return _written_value(args, row) or Value(row.default, False, row.flags[0])
-
-
-def _written_value(args: Namespace, row: Row) -> Value | None:
     values: list[Value] = []
     texts: list[str] = []
     for flag in row.flags:
@@ -73,7 +69,7 @@ def _written_value(args: Namespace, row: Row) -> Value | None:
         raise ValueError(
             f"{' and '.join(texts)} contradict each other: they set the same, give one"
         )
-    return values[0] if values else None
+    return values[0] if values else Value(row.default, False, row.flags[0])
 
 
 # --- Megatron's own Muon --------------------------------------------------------------

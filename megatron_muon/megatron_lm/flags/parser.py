@@ -1,9 +1,9 @@
 """Muon's flags on Megatron-LM's parser.
 
 They have three sources: the proof of concept of this work, Megatron-LM's own Muon (core
-0.16 and later; ``megatron/training/arguments.py``) and this plugin. All are accepted
-with every Megatron version. A flag keeps the meaning that it has at its source, or is
-an error; none is ignored.
+0.16 and later; ``megatron/training/arguments.py``) and this plugin. Those of settings
+are accepted with every Megatron version. A flag keeps the meaning that it has at its
+source, or is an error; none is ignored.
 
 Every default is None, which shows the flags that were given. Megatron's own defaults
 are kept in ``args.megatron_muon_defaults``, by dest.
