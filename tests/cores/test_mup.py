@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from megatron.core import optimizer as mcore_optimizer
+from megatron.core.utils import unwrap_model
 
 from megatron_muon import MuonConfig
 from megatron_muon.mcore.host.shards import owned_shards
@@ -36,15 +37,22 @@ CASE = Case(layers=1, muon=(("scale_mode", "unit_rms_norm"),))
 MOE = replace(CASE, moe=True)
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 EXCLUDED = ("muon_exclude", (FC2,))
-# what AdamW updates between two layers, and the untied output layer
-SCALED = ("output_layer.weight", FC2)
+
+
+def _build(case: Case, topology: Topology) -> Built:
+    """With the marks that a model of ``--use-mup`` has: Megatron sets them as it makes
+    the model.
+    """
+    built = build(case, topology)
+    for chunk in built.chunks:
+        chunk.config.use_mup = True
+        unwrap_model(chunk).setup_embeddings_and_output_layer()
+    return built
 
 
 def _optimizer(built: Built, width: float, of: str = "muon") -> Any:
     """As Megatron-LM's ``setup_model_and_optimizer`` makes it."""
     config = optimizer_config(built)
-    for chunk in built.chunks:
-        chunk.config.use_mup = True
     overrides = mcore_optimizer.get_standard_config_overrides(config)
     mup = mcore_optimizer.get_mup_config_overrides(config, width, of)
     return mcore_optimizer.get_megatron_optimizer(
@@ -71,7 +79,7 @@ def _by_mup(
     """The rates that Megatron's own functions give with ``optimizer='muon'``, and what
     two steps with the plugin hold.
     """
-    built = build(case, topology)
+    built = _build(case, topology)
     config = optimizer_config(built)
     overrides = mcore_optimizer.get_standard_config_overrides(config)
     overrides |= mcore_optimizer.get_mup_config_overrides(config, width, "muon")
@@ -97,16 +105,15 @@ def _by_mup(
 def test_rates_are_megatrons_and_each_factor_is_applied_once(
     case: Case, topology: Topology, width: float
 ) -> None:
-    """So Muon's matrices move as without muP, and the output layer as with a factor of
-    1 / width.
+    """So Muon's matrices move as without muP, and the untied output layer, which
+    Megatron counts as an embedding.
     """
     by_mup = run(_by_mup, topology.world_size, case, topology, width)
     for rank in by_mup:
         megatrons = rank["megatrons"]
         assert rank["here"] == {name: megatrons[name] for name in rank["here"]}
-    factors = (("output_layer.weight", 1 / width),)
-    by_hand = replace(case, steps=2, muon=(*case.muon, ("lr_mults", factors)))
-    expected = run(train, topology.world_size, by_hand, topology)
+        assert len(set(megatrons.values())) == 1
+    expected = run(train, topology.world_size, replace(case, steps=2), topology)
     assert differences(whole(expected), whole(by_mup)) == []
 
 
@@ -122,14 +129,14 @@ def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
     """Megatron's own Muon would update it, so that its muP leaves it out."""
     case = replace(CASE, muon=(*CASE.muon, EXCLUDED))
     by_mup = run(_by_mup, 2, case, Topology(dp=2), 4.0)
-    factors = tuple((name, 0.25) for name in SCALED)
-    by_hand = replace(case, steps=2, muon=(*case.muon, ("lr_mults", factors)))
+    factors = ("lr_mults", ((FC2, 0.25),))
+    by_hand = replace(case, steps=2, muon=(*case.muon, factors))
     expected = run(train, 2, by_hand, Topology(dp=2))
     assert differences(whole(expected), whole(by_mup)) == []
 
 
 def _refused(settings: dict[str, Any]) -> str:
-    built = build(CASE, Topology(tp=2))
+    built = _build(CASE, Topology(tp=2))
     with installed(MuonConfig(**settings)):
         return error_of(lambda: _optimizer(built, 2.0))
 
