@@ -257,6 +257,9 @@ MODEL: tuple[Row, ...] = (
     Place(_DOT_PRODUCT.module).read(
         "DotProductAttention", "its softmax gets all logits and a mask"
     ),
+    Place("megatron.core.transformer.identity_op").read(
+        "IdentityOp", "an attention's norm that does nothing"
+    ),
     _SOFTMAX.called(
         "forward(input, mask)", "logits (batch, heads, queries, keys) and mask"
     ),
@@ -299,6 +302,8 @@ MODEL: tuple[Row, ...] = (
     *Place(_ATTENTION.module, "SelfAttention").has(
         linear_qkv="the fused projection of q, k and v",
         config="the settings that an attention was built from",
+        q_layernorm="normalizes queries, where it is a norm",
+        k_layernorm="normalizes keys, where it is a norm",
     ),
     *Place(_ATTENTION.module, "CrossAttention").has(
         linear_kv="the fused projection of k and v",

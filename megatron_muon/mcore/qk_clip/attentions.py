@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn import Parameter
 
@@ -20,6 +22,9 @@ from megatron_muon.mcore.routing.attention import (
 )
 from megatron_muon.mcore.routing.param_routing import Weight, weights
 from megatron_muon.settings.config import MuonConfig, named
+
+# a projection's parameters: rows, which a clip scales, and a norm before them
+_PROJECTION = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
 
 
 class Clip(NamedTuple):
@@ -56,6 +61,8 @@ def watched_attentions(
     """
     every = weights(model_chunks, Sizes(tp_size))
     by_param = {weight.param: weight for weight in every}
+    # T5's relative positions
+    biases = [w.name for w in by_param.values() if w.leaf == "relative_attention_bias"]
     watched: list[WatchedAttention] = []
     for name, attention in self_attentions(model_chunks):
         model = attention.config
@@ -67,7 +74,8 @@ def watched_attentions(
         clipped: list[ClippedWeight] = []
         if clip is not None:
             _require_clippable(name, attention, config)
-            clipped += _clipped(name, attention, by_param, config)
+            clipped += _clipped(name, attention, by_param)
+            _refuse_unscaled([*biases, *_unscaled(name, attention)], config)
         heads = model.num_attention_heads
         watched.append(WatchedAttention(core, heads, clip, tuple(clipped)))
     return watched
@@ -135,9 +143,12 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
             f"{type(attention).__name__}, are not known: run without the clip"
         )
     model = attention.config
-    normed = model.qk_layernorm or getattr(model, "qk_l2_norm", False)
+    norm = "qk_l2_norm" if getattr(model, "qk_l2_norm", False) else "qk_layernorm"
+    # a spec may have norms that the settings do not name
+    norms = (getattr(attention, each, None) for each in ("q_layernorm", "k_layernorm"))
+    has_norm = any(not isinstance(each, (NoneType, IdentityOp)) for each in norms)
+    normed = has_norm or getattr(model, norm)
     if normed and isinstance(attention, SelfAttention):
-        norm = "qk_layernorm" if model.qk_layernorm else "qk_l2_norm"
         raise ValueError(
             f"{_flag(config)} with {norm} (--{norm.replace('_', '-')}): {name} "
             "normalizes queries and keys after their projection, so smaller weights "
@@ -150,7 +161,6 @@ def _clipped(
     name: str,
     attention: Any,
     by_param: dict[Parameter, Weight],
-    config: MuonConfig,
 ) -> Iterator[ClippedWeight]:
     for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
@@ -165,9 +175,36 @@ def _clipped(
             )
         yield ClippedWeight(param, whole)
         bias = getattr(getattr(attention, linear), "bias", None)
-        if config.qk_clip is not None and isinstance(bias, Parameter):
-            # Megatron's own clip does not scale it
+        if isinstance(bias, Parameter):
             yield ClippedWeight(bias, whole)
+
+
+def _unscaled(name: str, attention: Any) -> Iterator[str]:
+    """Names of an attention's parameters that may be part of a logit, and that no clip
+    scales.
+    """
+    linears = [linear for linear, _ in _linears(attention)]
+    # Transformer Engine's largest logit can be a softmax's learned offset
+    is_local = isinstance(attention.core_attention, DotProductAttention)
+    for path, _ in attention.named_parameters():
+        module, _, rest = path.partition(".")
+        if module in linears:
+            is_known = rest in _PROJECTION
+        elif module == "core_attention":
+            is_known = is_local and rest == "softmax_offset"
+        else:
+            is_known = rest != ""  # those of the attention itself can be a scale
+        if not is_known:
+            yield f"{name}.{path}"
+
+
+def _refuse_unscaled(names: list[str], config: MuonConfig) -> None:
+    if names:
+        raise NotImplementedError(
+            f"{_flag(config)}: {names[0]} may be part of a largest logit, and a clip "
+            "does not scale it, so each step could shrink the weights again: run "
+            "without the clip"
+        )
 
 
 def _linears(attention: Any) -> Iterator[tuple[str, GroupedRows | None]]:

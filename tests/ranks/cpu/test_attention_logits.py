@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from support.installed import VERSION, installed
+from support.installed import VERSION, installed, lacks
 from support.models.clipped import attentions
 from support.models.gpt import Built, build, make_optimizer
 from support.ranks import run
@@ -28,8 +28,10 @@ def _tokens(batch: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (SEQUENCES, SEQUENCE + 1), generator=generator)
 
 
-def _forward(built: Built, batch: int) -> None:
-    """This rank's part of a batch: of its sequences, and of their tokens."""
+def _forward(built: Built, batch: int) -> torch.Tensor:
+    """The losses of this rank's part of a batch: of its sequences, and of their
+    tokens.
+    """
     from megatron.core import parallel_state as ps
 
     from megatron_muon.cpu.attention import positions
@@ -38,7 +40,10 @@ def _forward(built: Built, batch: int) -> None:
     tokens = _tokens(batch).chunk(topology.dp)[ps.get_data_parallel_rank()]
     here = positions(SEQUENCE, topology.cp, ps.get_context_parallel_rank())
     given, labels = tokens[:, :-1][:, here], tokens[:, 1:][:, here]
-    built.ddp(given, here.expand(len(tokens), -1), None, labels=labels)
+    losses: torch.Tensor = built.ddp(
+        given, here.expand(len(tokens), -1), None, labels=labels
+    )
+    return losses
 
 
 def _watched(case: Case, topology: Topology, **settings: Any) -> Built:
@@ -132,27 +137,116 @@ def test_every_rank_knows_the_largest_logits_of_the_whole_batch(
         assert most == pytest.approx(largest, rel=1e-5)
 
 
-def _clipped_forward() -> tuple[list[float], list[float]]:
+by_either_flag = pytest.mark.parametrize(
+    "flag",
+    [
+        "--muon-qk-clip",
+        pytest.param(
+            "--qk-clip",
+            marks=pytest.mark.skipif(VERSION < (0, 16), reason="Megatron has none"),
+        ),
+    ],
+)
+
+
+def _clips(flag: str, threshold: float) -> dict[str, Any]:
+    if flag == "--qk-clip":
+        return {"muon": (), "qk_clip": (threshold, 0.5)}
+    return {"muon": (("qk_clip", threshold),)}
+
+
+def _clip(built: Built) -> None:
+    if not built.case.qk_clip:
+        built.optimizer.qk_clip.apply()
+        return
+    with installed():
+        from megatron.core.optimizer import qk_clip
+
+        qk_clip.clip_qk(built.chunks)
+
+
+def _clipped_forward(
+    case: Case, values: dict[str, float]
+) -> tuple[list[float], list[float]]:
     """The largest logit of each attention before and after a clip, without a step
     between.
     """
-    case = replace(WATCHED, muon=(("qk_clip", 0.05),), optimizer="adam", bf16=False)
     built = _watched(case, Topology())
-    values = []
+    for name, param in built.params.items():
+        for end, value in values.items():
+            if name.endswith(end):
+                param.data.fill_(value)
+    logits = []
     for _ in range(2):
         _forward(built, 0)
-        values.append([max(each.tolist()) for each in _maxima(built)])
-        built.optimizer.qk_clip.apply()
-    return values[0], values[1]
+        logits.append([max(each.tolist()) for each in _maxima(built)])
+        _clip(built)
+    return logits[0], logits[1]
 
 
-def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit() -> None:
-    """Of the first layer; the others get other activations. The model's qkv has a
-    bias.
+@by_either_flag
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({}, {}),
+        ({}, {"linear_qkv.weight": 0.0, "linear_qkv.bias": 3.0}),
+        ({"output_gate": True}, {}),
+        ({"sinks": True}, {"softmax_offset": 50.0}),
+        ({"mla": "column"}, {}),
+        ({"mla": "column", "latent_biases": True}, {"up_proj.bias": 3.0}),
+    ],
+    ids=["qkv", "biases-alone", "gate", "sinks", "mla", "mla-biases"],
+)
+def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit(
+    changes: dict[str, Any], values: dict[str, float], flag: str
+) -> None:
+    """Of the first layer; the others get other activations. Whatever else a logit is
+    made of is scaled, too, or is no part of it.
     """
-    ((before, after),) = run(_clipped_forward, 1)
+    case = replace(WATCHED, optimizer="adam", **changes, **_clips(flag, 0.05))
+    lacking = lacks(case, Topology())
+    if lacking:
+        pytest.skip(lacking)
+    ((before, after),) = run(_clipped_forward, 1, case, values)
     assert before[0] > 2 * 0.05
-    assert after[0] <= 0.05 * (1 + 1e-5)
+    assert after[0] == pytest.approx(0.05, rel=1e-4)
+
+
+def _trained_with_biases(case: Case) -> tuple[list[float], list[float]]:
+    """Of each step the largest logit of the first layer, and the norm of its weight."""
+    built = _watched(case, Topology())
+    attention = next(attentions(built))
+    attention.linear_qkv.bias.data.fill_(3.0)
+    logits: list[float] = []
+    norms: list[float] = []
+    for step in range(case.steps):
+        built.ddp.zero_grad_buffer()
+        _forward(built, step).mean().backward()
+        built.ddp.finish_grad_sync()
+        logits.append(_maxima(built)[0].max().item())
+        built.optimizer.step()
+        if case.qk_clip:
+            _clip(built)
+        norms.append(attention.linear_qkv.weight.norm().item())
+    return logits, norms
+
+
+@by_either_flag
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_weights_do_not_shrink_where_biases_make_the_logit(
+    optimizer: str, flag: str
+) -> None:
+    """Biases that stay keep the logit above the threshold, so each step would scale the
+    weights again.
+    """
+    limit = 10.0
+    changes = _clips(flag, limit)
+    case = replace(WATCHED, optimizer=optimizer, lr=1e-3, steps=8, **changes)
+    ((logits, norms),) = run(_trained_with_biases, 1, case)
+    assert logits[0] > 3 * limit
+    # each step has another batch, and a step's growth
+    assert max(logits[1:]) < 1.5 * limit
+    assert norms[-1] > 0.95 * norms[0]
 
 
 @pytest.mark.skipif(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_muon import MuonConfig
 from support.installed import VERSION, installed
@@ -19,6 +20,7 @@ from support.runs.cases import Case, Topology
 MUON = Case(steps=1)
 ADAM = Case(steps=1, optimizer="adam")
 OURS = {"qk_clip": 100.0}
+RELATIVE = "T5's"  # in the place of Megatron's module, which a rank makes
 NAME = "decoder.layers.0.self_attention"
 
 # A case, a setting of one of its parts, its value, and what the error says.
@@ -62,6 +64,36 @@ REFUSED: dict[str, tuple[Case, str, Any, str]] = {
         None,
         f"{NAME} computes its logits in a NoneType, which does not tell their maximum",
     ),
+    "a norm that the model's settings do not name": (
+        MUON,
+        "attention.k_layernorm",
+        torch.nn.LayerNorm(8),
+        f"{NAME} normalizes queries and keys after their projection",
+    ),
+    "a learned scale": (
+        MUON,
+        "core.scale",
+        torch.nn.Parameter(torch.ones(1)),
+        f"{NAME}.core_attention.scale may be part of a largest logit",
+    ),
+    "an attention's own parameter": (
+        ADAM,
+        "attention.key_shift",
+        torch.nn.Parameter(torch.ones(1)),
+        f"{NAME}.key_shift may be part",
+    ),
+    "an adapter in the projection": (
+        ADAM,
+        "linear.lora_a",
+        torch.nn.Linear(2, 2),
+        f"{NAME}.linear_qkv.lora_a.weight may be part",
+    ),
+    "relative positions": (
+        ADAM,
+        "attention.relative_pos_emb",
+        RELATIVE,
+        f"{NAME}.relative_pos_emb.relative_attention_bias.weight may be part",
+    ),
     "both flags": (
         replace(MUON, qk_clip=(100.0, 0.5)),
         "model.unknown",
@@ -102,15 +134,27 @@ def _error(case: Case, name: str, value: Any, settings: dict[str, float]) -> str
     built = build(case, Topology())
     config = optimizer_config(built)
     where, _, setting = name.partition(".")
+    if value == RELATIVE:
+        value = _relative_positions()
     for attention in attentions(built):
         owners = {
             "model": attention.config,
             "ddp": built.ddp.ddp_config,
             "optimizer": config,
             "attention": attention,
+            "core": attention.core_attention,
+            "linear": attention.linear_qkv,
             "softmax": attention.core_attention
             and attention.core_attention.scale_mask_softmax,
         }
         setattr(owners[where], setting, value)
     with installed(MuonConfig(**settings)):
         return error_of(lambda: optimizer.get_megatron_optimizer(config, built.chunks))
+
+
+def _relative_positions() -> Any:
+    from megatron.core.models.common.embeddings import relative_pos_embedding
+
+    return relative_pos_embedding.RelativePositionEmbedding(
+        bidirectional=False, init_method=torch.nn.init.zeros_, num_attention_heads=4
+    )

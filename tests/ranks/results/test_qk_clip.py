@@ -89,6 +89,10 @@ def test_a_clip_of_shards_is_that_of_whole_weights(
         {"mla": "column"},
         {"mla": "column", "qk_clip": (100.0, 0.3)},
         {"mla": "column", "muon": (("splits", (("*up_proj.weight", "heads"),)),)},
+        {"mla": "column", "latent_biases": True},
+        {"mla": "duplicated", "latent_biases": True, "optimizer": "adam"},
+        {"frozen": ("*layers.0.self_attention.linear_qkv.bias",)},
+        {"sinks": True, "te_attention": False},
     ],
     ids=lambda changes: "-".join(map(str, changes)),
 )
@@ -109,7 +113,13 @@ def test_logits_in_bf16_are_clipped_in_bf16_as_megatron_does() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"optimizer": "adam"}, {"bf16": False}, {"mla": "column"}],
+    [
+        {},
+        {"optimizer": "adam"},
+        {"bf16": False},
+        {"mla": "column"},
+        {"mla": "column", "latent_biases": True},
+    ],
     ids=lambda changes: "-".join(map(str, changes)),
 )
 def test_the_plugins_own_flag_clips_at_the_end_of_a_step(
@@ -137,6 +147,14 @@ in_two_ways = pytest.mark.parametrize(
     [Topology(tp=2, dp=2), Topology(dp=3, overlap=True)],
     ids=["late", "overlap"],
 )
+
+
+@megatrons
+@needs_te
+def test_a_learned_sink_over_transformer_engine_is_refused() -> None:
+    """cuDNN's largest logit is that of logits and sink, and a clip scales no sink."""
+    with pytest.raises(RankError, match=r"core_attention\.softmax_offset may be part"):
+        run(clipped, 1, replace(PLAIN, sinks=True), Topology())
 
 
 @megatrons

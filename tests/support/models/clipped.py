@@ -100,7 +100,7 @@ def clipped_whole(
     """The same on one process, where whole weights are clipped."""
     settings = tuple(pair for pair in case.muon if not pair[0].startswith("qk_clip"))
     built = start(replace(case, muon=settings), Topology(), plugin=True)
-    clip_one = partial(_clip_by_hand, case) if by_hand else _clip_by_megatron
+    clip_one = _clip_by_hand if by_hand else _clip_by_megatron
 
     def clip() -> None:
         for attention in attentions(built):
@@ -113,23 +113,38 @@ def clipped_whole(
 
 
 def _clip_by_megatron(attention: Any) -> None:
+    """Megatron's own for the weights, and its arithmetic for the biases, which it
+    leaves.
+    """
     params = [param for param in attention.parameters() if hasattr(param, "main_param")]
     flat = [param.main_param for param in params]
     for param, main in zip(params, flat, strict=True):
         param.main_param = main.view(param.shape)
+    largest = attention.core_attention.current_max_attn_logits
     try:
         attention.clip_qk()
+        if largest.max() > attention.config.qk_clip_threshold:
+            for linear, clip in _megatrons_clips(attention):
+                for bias in _copies(linear.bias):
+                    clip(bias.view(-1, 1))
     finally:
         for param, main in zip(params, flat, strict=True):
             param.main_param = main
 
 
-@torch.no_grad()
-def _clip_by_hand(case: Case, attention: Any) -> None:
-    """Kimi K2's clip at 100 with alpha 0.5, written from the paper, head by head.
+def _megatrons_clips(attention: Any) -> list[tuple[Any, Any]]:
+    """Each projection, and what clips a weight of its in place."""
+    if not hasattr(attention, "linear_kv_up_proj"):
+        return [(attention.linear_qkv, attention._clip_linear_qkv)]
+    return [
+        (attention.linear_q_up_proj, attention._clip_q_proj_weight),
+        (attention.linear_kv_up_proj, attention._clip_kv_proj_weight),
+    ]
 
-    Megatron's flag leaves biases, and the plugin's clips them.
-    """
+
+@torch.no_grad()
+def _clip_by_hand(attention: Any) -> None:
+    """Kimi K2's clip at 100 with alpha 0.5, written from the paper, head by head."""
     config, core = attention.config, attention.core_attention
     if hasattr(attention, "linear_kv_up_proj"):
         _clip_latent(attention)
@@ -142,10 +157,7 @@ def _clip_by_hand(case: Case, attention: Any) -> None:
         1,
         1,
     ]
-    linear = attention.linear_qkv
-    # as Megatron does
-    clipped = [linear.weight] if case.qk_clip else [linear.weight, linear.bias]
-    for weight in (copy for each in clipped for copy in _copies(each)):
+    for weight in _copies_in(attention.linear_qkv):
         whole = weight.view(groups, sum(parts) * size, -1)  # a bias has one column
         for group in range(groups):
             largest = core.current_max_attn_logits[
@@ -170,15 +182,22 @@ def _clip_latent(attention: Any) -> None:
         if largest <= 100:
             continue
         eta = (100 / largest).view(1)
-        for weight in _copies(attention.linear_q_up_proj.weight):
+        for weight in _copies_in(attention.linear_q_up_proj):
             own = weight.view(len(logits), head + rotary, -1)[number]
             own[:head].mul_(eta.sqrt())
             own[head:].mul_(eta)
-        for weight in _copies(attention.linear_kv_up_proj.weight):
+        for weight in _copies_in(attention.linear_kv_up_proj):
             weight.view(len(logits), head + value, -1)[number, :head].mul_(eta.sqrt())
 
 
+def _copies_in(linear: Any) -> list[Tensor]:
+    """Those of its weight and of its bias, if it has one."""
+    return _copies(linear.weight) + _copies(linear.bias)
+
+
 def _copies(param: Any) -> list[Tensor]:
-    """The weight, and its main parameter where that is apart."""
+    """The parameter, if it is one, and its main parameter where that is apart."""
+    if not isinstance(param, torch.nn.Parameter):
+        return []  # no bias: None, or an empty tensor of Transformer Engine's
     main = getattr(param, "main_param", None)
     return [param.data, *([] if main is None else [main.data.view(param.shape)])]

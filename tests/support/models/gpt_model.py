@@ -318,6 +318,10 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
         ps.set_virtual_pipeline_model_parallel_rank(vp_stage)
     chunk = {} if VERSION < (0, 13) else {"vp_stage": vp_stage}
     spec = layer_spec(case, config, chunk)
+    if case.latent_biases:
+        attention = spec.submodules.self_attention.submodules
+        for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            setattr(attention, name, _biased(getattr(attention, name)))
     mtp = None
     if case.mtp:
         mtp = get_gpt_mtp_block_spec(
@@ -349,6 +353,16 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
             **options,
             **chunk,
         )
+
+
+def _biased(linear: type) -> type:
+    """The linear with a bias, whatever MLA asks for."""
+
+    class Biased(linear):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"bias": True})
+
+    return Biased
 
 
 # --- names and parts ------------------------------------------------------------------

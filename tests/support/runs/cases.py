@@ -100,8 +100,9 @@ class Case:
     makes every MLP a mixture of experts with a shared one, but those of the first
     ``dense_layers``; by ``grouped`` they are Megatron's SequentialMLP, its legacy
     GroupedMLP or Transformer Engine's grouped linears. The down projections of ``mla``
-    are column-parallel or, as Transformer Engine's are, duplicated. ``zero_grads`` have
-    no gradient from step ``zero_from`` on. ``overflow`` are ``(step, pattern)``: an inf
+    are column-parallel or, as Transformer Engine's are, duplicated; with
+    ``latent_biases`` its up projections have biases, which takes a spec of one's own.
+    ``zero_grads`` have no gradient from step ``zero_from`` on. ``overflow`` are ``(step, pattern)``: an inf
     in that step's gradient. ``output_gate`` is Megatron's attention_output_gate.
     ``fp8`` is the recipe of Transformer Engine's by which the linears' weights are fp8
     (--fp8-param-gather). By ``mixer`` layers have a Mamba mixer or a gated delta net in
@@ -139,6 +140,7 @@ class Case:
     dense_layers: int = 0
     grouped: Literal["", "legacy", "te"] = ""
     mla: Literal["", "column", "duplicated"] = ""
+    latent_biases: bool = False
     mtp: bool = False
     overflow: tuple[tuple[int, str], ...] = ()
     heads: int = HEADS
