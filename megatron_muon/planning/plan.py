@@ -139,6 +139,25 @@ class ExchangePlan:
             )
 
 
+def make_plans(
+    parameters: Sequence[Sequence[Parameter]],
+    grids: Sequence[RankGrid],
+    numerics: Numerics,
+) -> list[ExchangePlan]:
+    """The plans of a stage's optimizers, in the order of their steps.
+
+    Args:
+        parameters: the Muon parameters of each.
+        grids: the stage's ranks, as each optimizer has them.
+        numerics: see ``make_plan``, also for errors.
+    """
+    work = [flops_of(each, numerics) for each in parameters]
+    plans: list[ExchangePlan] = []
+    for at, (each, grid) in enumerate(zip(parameters, grids, strict=True)):
+        plans.append(make_plan(each, grid, numerics, plans, sum(work[at + 1 :])))
+    return plans
+
+
 def make_plan(
     parameters: Sequence[Parameter],
     grid: RankGrid,

@@ -1,69 +1,86 @@
-"""Full steps and block steps, which orthogonalize each TP slice by itself
-(``full_period``).
+"""Full steps, and block steps between them, which orthogonalize each TP rank's slice of
+a matrix by itself (``full_period``).
+
+Block-periodic orthogonalization (arXiv 2510.16981): no gather over TP, and less work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.describe import block_steps_text
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter, Span
+from megatron_muon.planning.plan import ExchangePlan, make_plans
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Group
+from megatron_muon.runtime.engine import Engine, ParamGroups
+from megatron_muon.runtime.states import States
+from megatron_muon.settings.patterns import with_factor
 
 
-class BlockSteps:
-    """Chooses between the two Muons of one optimizer, which have the same shards.
+class PeriodicMuon(DistributedMuon):
+    """Muon of whole matrices in every step whose number, from 0, ``full_period``
+    divides, and of each TP slice in the others.
 
-    Step n, from 0, is full where ``period`` divides n. Adam's number of steps, which is
-    in every checkpoint, says n after a load.
+    Adam's number of steps, which is in every checkpoint, says the number after a load.
 
-    Args:
-        full: Muon of whole matrices.
-        block: Muon of each TP slice.
-        period: steps from one full step to the next.
-        group: the ranks of the stage, which all take the same kind of step.
+    Attributes:
+        block: Muon of the other steps, with the same shards; set before the first step.
     """
 
-    def __init__(
-        self, full: DistributedMuon, block: DistributedMuon, period: int, group: Group
-    ) -> None:
-        self.block = block
-        self._full = full
-        self._period = period
-        self._group = group
-        self._steps: int | None = None  # unknown before the first step, after a load
+    block: DistributedMuon
+    _steps: int | None = None  # unknown before the first step, after a load
 
-    def muon_of_step(self, groups: Sequence[Mapping[str, Any]]) -> DistributedMuon:
-        """The Muon of the step under way. Every rank of the stage calls it.
+    @property
+    def variants(self) -> list[DistributedMuon]:
+        """See ``DistributedMuon``."""
+        return [self, self.block]
 
-        Args:
-            groups: Megatron's parameter groups; without parameters here they may lack
-                the number of steps.
+    def remarks(self) -> list[str]:
+        """See ``DistributedMuon``."""
+        return [block_steps_text(self.block.plan, self.config)]
 
-        Raises:
-            ValueError: on every rank: the ranks have loaded different steps.
+    def start(self, groups: ParamGroups, states: States) -> None:
+        """See ``Engine``; raises ValueError on every rank of the stage where ranks have
+        loaded different steps.
         """
-        if self._steps is None:
-            self._steps = self._agreed_steps(groups)
-        if self._steps % self._period == 0:
-            return self._full
-        self.block.start_next = self._full.start_next
-        return self.block
+        Engine.start(self._muon_of_step(states), groups, states)
 
-    def end_step(self) -> None:
-        """Count the step under way."""
+    def begin(self, groups: ParamGroups, states: States) -> None:
+        """See ``Engine`` and ``start``."""
+        Engine.begin(self._muon_of_step(states), groups, states)
+
+    def step(
+        self, groups: ParamGroups, states: States, step_adamw: Callable[[], None]
+    ) -> None:
+        """See ``Engine`` and ``start``."""
+        muon = self._muon_of_step(states)
+        muon.start_next = self.start_next
+        Engine.step(muon, groups, states, step_adamw)
         assert self._steps is not None
         self._steps += 1
 
-    def forget(self) -> None:
-        """Read the number of steps anew: another state is loaded."""
+    def forget_step(self) -> None:
+        """See ``Engine``; the number of steps is read anew, too."""
+        super().forget_step()
+        self.block.forget_step()
         self._steps = None
 
-    def _agreed_steps(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        here = max((int(group.get("step") or 0) for group in groups), default=0)
-        device = self.block.exchange.device
-        gathered = collectives.all_gather_numbers([here], self._group, device)
+    def _muon_of_step(self, states: States) -> DistributedMuon:
+        if self._steps is None:
+            self._steps = self._agreed_steps(states)
+        is_full = self._steps % self.config.full_period == 0
+        return self if is_full else self.block
+
+    def _agreed_steps(self, states: States) -> int:
+        """The steps taken; ranks without parameters may know none."""
+        exchange = self.exchange
+        gathered = collectives.all_gather_numbers(
+            [states.steps()], exchange.group, exchange.device
+        )
         known = sorted({steps for (steps,) in gathered} - {0})
         if len(known) > 1:
             raise ValueError(
@@ -72,3 +89,63 @@ class BlockSteps:
                 "on all ranks, or omit the flag"
             )
         return max(known, default=0)
+
+
+def block_numerics(numerics: Numerics) -> Numerics:
+    """The numerics of block steps, as of a run that takes no other ones.
+
+    ``block_lr_mult`` goes into the factor of a direction, and so not into the weight
+    decay.
+    """
+    config = numerics.config
+    rms = config.matched_adamw_rms * config.block_lr_mult
+    by_pattern = with_factor(config.by_pattern, "rms", config.block_lr_mult)
+    of_block = replace(
+        config,
+        full_period=1,
+        block_lr_mult=1.0,
+        matched_adamw_rms=rms,
+        by_pattern=by_pattern,
+    )
+    return Numerics(of_block, numerics.device)
+
+
+def block_plans(
+    parameters: Sequence[Sequence[Parameter]],
+    grids: Sequence[RankGrid],
+    numerics: Numerics,
+) -> list[ExchangePlan]:
+    """``make_plans`` of a stage's optimizers in a block step."""
+    sliced = [list(map(in_tp_slices, each)) for each in parameters]
+    return make_plans(sliced, grids, numerics)
+
+
+def in_tp_slices(parameter: Parameter) -> Parameter:
+    """The parameter with a matrix for what each TP rank has of one; itself where TP
+    cuts none.
+    """
+    if parameter.partition_dim is None or len(parameter.blocks) == 1:
+        return parameter
+    matrices: list[MatrixShape] = []
+    blocks: list[tuple[Block, ...]] = []
+    for tp_rank, of_rank in enumerate(parameter.blocks):
+        # of each matrix here, in the order of their elements
+        rows: dict[int, list[Span]] = {}
+        for block in sorted(of_rank, key=lambda block: block.rows):
+            rows.setdefault(block.matrix, []).append(block.rows)
+        own: list[Block] = []
+        for index, spans in rows.items():
+            count = 0
+            for span in spans:
+                own.append(Block(len(matrices), span, count))
+                count += span.size
+            whole = parameter.matrices[index]
+            name = f"{whole.name}{SLICE_OF}{tp_rank}]"
+            matrices.append(
+                replace(whole, name=name, rows=count, cols=parameter.shape[1])
+            )
+        blocks.append(tuple(own))
+    # none of these has columns on another rank
+    return replace(
+        parameter, partition_dim=0, matrices=tuple(matrices), blocks=tuple(blocks)
+    )

@@ -585,9 +585,6 @@ class DistributedMuon(Engine):
         numerics: the run's settings, and what its device computes with.
         plan, own, exchange, main_params, meter, phase: see ``Engine``.
         elementwise: returns the elementwise operations of one round.
-
-    Attributes:
-        block_steps: with ``full_period`` above 1, its ``block_steps.BlockSteps``.
     """
 
     def __init__(
@@ -603,14 +600,15 @@ class DistributedMuon(Engine):
     ) -> None:
         self.numerics = numerics
         self.config = numerics.config
-        self.block_steps: Any = None
         parts = numerics, plan, meter, own, exchange.device, elementwise or Foreach
         rule = row_of(self.config.rule).imported()(*parts)
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
 
+    def remarks(self) -> list[str]:
+        """Sentences for the start of a run, after those about the plan."""
+        return []
+
     @property
     def variants(self) -> list[DistributedMuon]:
-        """This optimizer and, if ``full_period`` > 1, its block-step variant."""
-        if self.block_steps is None:
-            return [self]
-        return [self, self.block_steps.block]
+        """The Muons of all kinds of steps, this one first."""
+        return [self]

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.normalization import Soundness, largest_of
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.block_steps import in_tp_slices
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.rounds.table import Stack
+from megatron_muon.rules.block_steps import in_tp_slices
 from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound, units_of
 from megatron_muon.runtime.rule import Rule
 from megatron_muon.settings.config import ROWS, MuonConfig, named

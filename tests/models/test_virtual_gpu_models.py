@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_muon.mcore.wiring import build
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning import plan
 from megatron_muon.planning.rounds import table
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime.exchange import messages
@@ -95,7 +95,7 @@ def raises(patch: Patch) -> None:
 
 def other_plan(patch: Patch) -> None:
     """One rank plans larger rounds: fewer of them."""
-    original = build.make_plan
+    original = plan.make_plan
 
     def make_plan(parameters: Any, grid: Any, numerics: Numerics, *args: Any) -> Any:
         if dist.get_rank() == ODD:
@@ -103,7 +103,7 @@ def other_plan(patch: Patch) -> None:
             numerics = Numerics(config, numerics.device)
         return original(parameters, grid, numerics, *args)
 
-    patch.setattr(build, "make_plan", make_plan)
+    patch.setattr(plan, "make_plan", make_plan)
 
 
 def lost_message(patch: Patch) -> None:

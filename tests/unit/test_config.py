@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
-from megatron_muon.planning.block_steps import block_numerics, in_tp_slices
 from megatron_muon.planning.describe import (
     computing_line,
     link_lines,
@@ -24,6 +23,7 @@ from megatron_muon.planning.describe import (
 )
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import with_settings
+from megatron_muon.rules.block_steps import block_numerics, in_tp_slices
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.config import ROWS
 from megatron_muon.settings.patterns import settings_of, written

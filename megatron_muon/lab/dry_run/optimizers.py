@@ -16,10 +16,10 @@ from megatron_muon.mcore.wiring.buffers.placement import (
     on_every_ep_rank,
 )
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.block_steps import block_numerics, block_plans
 from megatron_muon.planning.grid import held_shards
 from megatron_muon.planning.layout import Parameter, Span
-from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.planning.plan import ExchangePlan, make_plans
+from megatron_muon.rules.block_steps import block_numerics, block_plans
 from megatron_muon.rules.int8_momentum import BLOCK
 from megatron_muon.settings.rules import row_of
 
@@ -47,23 +47,23 @@ def planned_optimizers(
         parts = [(chunks[:1], False), (chunks[1:], False)]
     parts.append((chunks, True))
     located = [
-        _located(routes, run.ranks.ep, part, experts=experts) for part, experts in parts
+        (experts, *_located(routes, run.ranks.ep, part, experts=experts))
+        for part, experts in parts
     ]
+    located = [one for one in located if one[1]]  # that have buffers
     numerics = Numerics(run.config, device)
-    works = [flops_of(parameters, numerics) for _, _, parameters in located]
-    planned: list[Planned] = []
-    for at, (buffers, muon, parameters) in enumerate(located):
-        if not buffers:
-            continue
-        experts = parts[at][1]
-        grid = world.grid(run.ranks, run.config.node_ranks, experts=experts)
-        earlier = [one.plan for one in planned]
-        plan = make_plan(parameters, grid, numerics, earlier, sum(works[at + 1 :]))
-        planned.append(Planned(plan, experts, buffers, muon))
+    every = [parameters for *_, parameters in located]
+    grids = [
+        world.grid(run.ranks, run.config.node_ranks, experts=experts)
+        for experts, *_ in located
+    ]
+    plans = make_plans(every, grids, numerics)
+    planned = [
+        Planned(plan, experts, buffers, muon)
+        for plan, (experts, buffers, muon, _) in zip(plans, located, strict=True)
+    ]
     if run.config.full_period == 1:
         return planned
-    every = [parameters for buffers, _, parameters in located if buffers]
-    grids = [one.plan.grid for one in planned]
     blocks = block_plans(every, grids, block_numerics(numerics))
     return [
         replace(one, block=block) for one, block in zip(planned, blocks, strict=True)

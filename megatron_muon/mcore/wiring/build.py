@@ -45,9 +45,10 @@ from megatron_muon.orthogonalize.matmul import (
 )
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
 from megatron_muon.planning import agreed, describe
-from megatron_muon.planning.grid import neighbours_of
+from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.layout import Parameter
-from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.planning.plan import ExchangePlan, make_plans
+from megatron_muon.rules.block_steps import PeriodicMuon, block_numerics, block_plans
 from megatron_muon.rules.fused import (
     elementwise_on,
     try_elementwise,
@@ -242,63 +243,52 @@ def _with_muons(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[
         experts = local_experts(part.model_chunks, ep_size)
         here = [parameter for _, parameter in mine]
         every.append(on_every_ep_rank(here, ep_size, experts))
-    plans, error = attempt(
-        partial(_agreed_plans, trained, located, every, numerics, stage)
-    )
+    node_ranks = numerics.config.node_ranks
+    grids, error = attempt(partial(_agreed_grids, trained, located, stage, node_ranks))
     raise_together(error, None, stage.device)  # all ranks of a stage have its errors
-    assert plans is not None
+    assert grids is not None
 
     def make() -> None:
-        for at, (part, plan) in enumerate(zip(trained, plans, strict=True)):
+        plans = make_plans(every, grids, numerics)
+        for part, plan, mine in zip(trained, plans, located, strict=True):
             # number of this EP rank's first parameter
-            first = stage.coordinates(part).ep_rank * len(located[at])
-            params = {first + n: param for n, (param, _) in enumerate(located[at])}
+            first = stage.coordinates(part).ep_rank * len(mine)
             shards = dict(owned_shards(part))
             main_params = {
                 index: shards[param]
-                for index, param in params.items()
+                for index, (param, _) in enumerate(mine, first)
                 if param in shards
             }
             part.muon = _muon_of(part, plan, numerics, main_params, Meter(), stage)
-        if numerics.config.full_period > 1 and trained:
-            from megatron_muon.mcore.wiring.buffers.block_steps import add_block_steps
-
-            add_block_steps(trained, every, stage, _muon_of)
+        if trained and numerics.config.full_period > 1:
+            _add_block_steps(trained, every, stage)
 
     together(make, None, stage.device)
     return trained
 
 
-def _agreed_plans(
-    parts: Sequence[Any],
-    located: Sequence[Located],
-    every: Sequence[list[Parameter]],
-    numerics: Numerics,
-    stage: Stage,
-) -> list[ExchangePlan]:
-    """The plans of all optimizers, the same in all instances; all ranks of the world
-    call it.
+def _agreed_grids(
+    parts: Sequence[Any], located: Sequence[Located], stage: Stage, node_ranks: int
+) -> list[RankGrid]:
+    """The ranks of each optimizer, once those of a stage agree on its parameters; all
+    ranks of the world call it.
     """
-    nodes = [
-        rank // numerics.config.node_ranks
-        for rank in collectives.world_ranks(stage.group)
-    ]
+    nodes = [rank // node_ranks for rank in collectives.world_ranks(stage.group)]
     found = collectives.all_gather_numbers(
         [stage.pipeline_rank, neighbours_of(nodes)], None, stage.device
     )
+    # the same in all instances
     near = min(count for at, count in found if at == stage.pipeline_rank)
     here = itertools.chain.from_iterable(located)
     lines = [agreed.parameter_line(parameter) for _, parameter in here]
     agree(lines, stage.group, stage.device)
-    work = [flops_of(parameters, numerics) for parameters in every]
-    plans: list[ExchangePlan] = []
-    for at, part in enumerate(parts):
+    grids: list[RankGrid] = []
+    for part in parts:
         coordinates = collectives.all_gather_numbers(
             astuple(stage.coordinates(part)), stage.group, stage.device
         )
-        grid = grid_of([Coordinates(*numbers) for numbers in coordinates], near)
-        plans.append(make_plan(every[at], grid, numerics, plans, sum(work[at + 1 :])))
-    return plans
+        grids.append(grid_of([Coordinates(*one) for one in coordinates], near))
+    return grids
 
 
 def _muon_of(
@@ -309,15 +299,27 @@ def _muon_of(
     meter: Meter,
     stage: Stage,
 ) -> DistributedMuon:
-    """This rank's Muon of an optimizer, or its block-step variant."""
+    """This rank's Muon of an optimizer, by a plan."""
     own = plan.for_rank(dist.get_rank(stage.group))
     travels = TORCH_DTYPE[numerics.travels]
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
-    return DistributedMuon(
-        numerics, plan, own, exchange, main_params, meter, phase, elementwise
-    )
+    kind = PeriodicMuon if numerics.config.full_period > 1 else DistributedMuon
+    return kind(numerics, plan, own, exchange, main_params, meter, phase, elementwise)
+
+
+def _add_block_steps(
+    trained: Sequence[Any], every: Sequence[Sequence[Parameter]], stage: Stage
+) -> None:
+    """Give each Muon of a stage that of its block steps. No communication."""
+    numerics = block_numerics(trained[0].muon.numerics)
+    grids = [part.muon.plan.grid for part in trained]
+    plans = block_plans(every, grids, numerics)
+    for part, plan in zip(trained, plans, strict=True):
+        full = part.muon
+        shards = full.main_params
+        full.block = _muon_of(part, plan, numerics, shards, full.meter, stage)
 
 
 def _put_inside(dist_opt: Any) -> None:

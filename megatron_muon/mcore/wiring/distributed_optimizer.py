@@ -136,8 +136,7 @@ class MuonStep(torch.optim.Optimizer):
         Gradients are ready. With ``orthogonalizes`` the first round's work at home is
         done, too.
         """
-        muon = self._variant()
-        start = muon.begin if orthogonalizes else muon.start
+        start = self.muon.begin if orthogonalizes else self.muon.start
         start(self._groups(), self.states)
 
     @torch.no_grad()
@@ -159,9 +158,7 @@ class MuonStep(torch.optim.Optimizer):
                 for shard, grad in grads:
                     self.states.set_grad(shard, grad)
 
-        self._variant().step(self._groups(), self.states, step_adamw)
-        if self.muon.block_steps is not None:
-            self.muon.block_steps.end_step()
+        self.muon.step(self._groups(), self.states, step_adamw)
         # Megatron wants one step number for all parameters
         if isinstance(self, TORCH_ADAMS):
             for shard in shards:
@@ -170,19 +167,8 @@ class MuonStep(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Adam's; Muon forgets a step that failed."""
-        for muon in self.muon.variants:
-            muon.forget_step()
+        self.muon.forget_step()
         self.states.load(super().load_state_dict, state_dict)
-        if self.muon.block_steps is not None:
-            self.muon.block_steps.forget()
-
-    def _variant(self) -> DistributedMuon:
-        """Muon of the step under way, which is full or block-wise."""
-        block_steps = self.muon.block_steps
-        if block_steps is None:
-            return self.muon
-        muon: DistributedMuon = block_steps.muon_of_step(self.param_groups)
-        return muon
 
     def _groups(self) -> list[dict[str, Any]]:
         """The groups for Muon; with ``independent_decay`` lr cancels in their decay."""

@@ -129,6 +129,5 @@ def _sentences(dist_opts: Sequence[Any]) -> list[str]:
                 rule=muon.config.rule,
             )
         )
-        for block in muon.variants[1:]:
-            sentences.append(describe.block_steps_text(block.plan, muon.config))
+        sentences += muon.remarks()
     return sentences

@@ -16,14 +16,14 @@ from unittest import mock
 @contextmanager
 def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
     """Within it the package's plans are ``change(plan, parameters, grid)``."""
-    from megatron_muon.mcore.wiring import build
+    from megatron_muon.planning import plan
 
-    original = build.make_plan
+    original = plan.make_plan
 
     def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
         return change(original(parameters, grid, *more), parameters, grid)
 
-    with mock.patch.object(build, "make_plan", make_plan):
+    with mock.patch.object(plan, "make_plan", make_plan):
         yield
 
 
@@ -60,15 +60,15 @@ def wrong_piece() -> AbstractContextManager[None]:
 @contextmanager
 def swapped_tp_order() -> Iterator[None]:
     """Every rank takes its TP slice for the other TP rank's."""
-    from megatron_muon.mcore.wiring import build
+    from megatron_muon.planning import plan
 
-    original = build.make_plan
+    original = plan.make_plan
 
     def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
         ranks = tuple(plane[::-1] for plane in grid.ranks)
         return original(parameters, replace(grid, ranks=ranks), *more)
 
-    with mock.patch.object(build, "make_plan", make_plan):
+    with mock.patch.object(plan, "make_plan", make_plan):
         yield
 
 
