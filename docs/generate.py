@@ -171,7 +171,6 @@ def coefficients_page() -> str:
 # Fields that have another unit, or other values, than their flags.
 AS_FIELD = {
     "round_bytes": {"in MiB": "in bytes"},
-    "align_shards": {"contiguous:": "True:", "bucketed:": "False:"},
     "ns_dtype": {"auto:": "None:"},
     "ns_batch": {"auto:": "None:"},
 }

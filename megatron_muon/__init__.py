@@ -93,8 +93,6 @@ def install(config: MuonConfig | None = None) -> None:
             the plugin relies on, or has it in another form; names the version or the
             symbol.
         TypeError: ``config`` is no MuonConfig.
-        NotImplementedError: ``align_shards`` with a Megatron that takes no layout
-            (before 0.18).
     """
     require_core()
     if "megatron_muon.mcore.wiring.install" not in sys.modules:

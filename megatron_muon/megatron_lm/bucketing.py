@@ -8,22 +8,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_muon.settings.flags import written
-
-
-def aligns_shards(args: Namespace) -> bool:
-    """Whether a run orders the parameters within buckets so that shards cut few of
-    them.
-
-    It does not where it may load an AdamW checkpoint, since most formats keep
-    Megatron's order.
-    """
-    from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
-
-    contiguous = (written(args, "muon_dp_layout") or "contiguous") == "contiguous"
-    from_adamw = written(args, "muon_from_adamw") not in (None, "refuse")
-    return contiguous and not from_adamw and takes_layouts()
-
 
 def leaves_buckets(args: Namespace) -> bool:
     """Whether flags leave the number of buckets to the plugin."""

@@ -12,7 +12,7 @@ from megatron_muon.mcore.host.loop import Host
 from megatron_muon.megatron_lm.flags.namespace import parsed
 
 if TYPE_CHECKING:
-    from megatron_muon.planning.buckets.count import Buckets
+    from megatron_muon.planning.buckets import Buckets
 
 
 class MegatronLM(Host):

@@ -4,7 +4,6 @@ factory.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -223,8 +222,6 @@ def _install_muon(args: Any) -> None:
     namespace.refuse_megatrons_names(args)
     _check(args)
     config = muon_config(args)
-    if bucketing.aligns_shards(args):
-        config = dataclasses.replace(config, align_shards=True)
     install(config)
     namespace.write_all(args, config)
     args.megatron_muon = True

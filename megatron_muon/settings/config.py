@@ -161,10 +161,6 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         node_ranks: Ranks of a node, or of another group with fast links. Default: 8.
         round_bytes: Cap on a rank's buffers for one round of the exchange, in bytes.
             Default: None.
-        align_shards: How grad buffers are cut into shards with --overlap-grad-reduce.
-            True: the fewest buckets that keep the overlap, unless --ddp-num-buckets or
-            --ddp-bucket-size is given; from core 0.18 on also an order in which shards
-            cut few parameters. False: Megatron's own. Default: False.
         checkpoint_digest: False: neither write nor check the digest of a checkpoint:
             size and checksum of its files, and its parameters. Default: True.
         nonfinite_limit: End the run once so many lines of the log in a row

@@ -42,6 +42,8 @@ FLAGS: dict[str, str] = {
 
 # Settings of ``MuonConfig``.
 FIELDS: dict[str, str] = {
+    "align_shards": "leave it out; parameters lie in Megatron's order, and a "
+    "checkpoint in another order loads",
     "early_param_gather": "leave it out; Megatron's overlap_param_gather hides the "
     "all-gather of parameters in the forward pass",
     "log_file": "give log_interval alone, and read megatron_muon.numbers(optimizer)",

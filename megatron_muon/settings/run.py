@@ -14,16 +14,6 @@ HomePolicy = Literal["auto", "balanced", "local"]
 SplitMatrices = int | Literal["auto", "off"]
 
 _MOST_STRIPS = 64  # beyond, squares are all of the work
-# The run's core decides as well (``bucketing.aligns_shards``), so the flag alone sets
-# nothing.
-_LAYOUT = kinds.Kind(
-    kinds.SWITCH.check,
-    choices=("contiguous", "bucketed"),
-    read=lambda value: None,
-    write=lambda value: None,
-)
-
-
 NODE = 8  # GPUs, and the most strips of a matrix that are chosen by themselves
 
 
@@ -129,17 +119,6 @@ class RunSettings:
             "The default is 0: three times the largest parameter's buffers, at "
             "least 256."
         ),
-    )
-    align_shards: bool = row(
-        False,
-        "--muon-dp-layout",
-        "How grad buffers are cut into shards with --overlap-grad-reduce. contiguous: "
-        "the fewest buckets that keep the overlap, unless --ddp-num-buckets or "
-        "--ddp-bucket-size is given; from core 0.18 on also an order in which shards "
-        "cut few parameters. bucketed: Megatron's own. Without the overlap a buffer is "
-        "one bucket.",
-        _LAYOUT,
-        without="The default is contiguous (in Python False).",
     )
     checkpoint_digest: bool = row(
         True,

@@ -8,6 +8,15 @@ from megatron_muon.settings.rows import free_row
 
 RUN_ROWS = (
     free_row(
+        "contiguous",
+        "--muon-dp-layout",
+        "How grad buffers are cut into shards with --overlap-grad-reduce. contiguous: "
+        "by the fewest buckets that keep the overlap, unless --ddp-num-buckets or "
+        "--ddp-bucket-size is given. bucketed: by Megatron's own. Without the overlap "
+        "a buffer is one bucket.",
+        kinds.choice(("contiguous", "bucketed")),
+    ),
+    free_row(
         "refuse",
         "--muon-from-adamw",
         "How an AdamW checkpoint is loaded. momentum: Muon's momentum starts as "

@@ -30,7 +30,6 @@ if {training}:
     import megatron.training.arguments
 from megatron_muon.mcore.seams import rows, training as script_rows
 import megatron_muon.mcore.wiring.install
-from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 rows.check_hooks()
 if {training}:
     from megatron_muon.megatron_lm import install as scripts
@@ -55,7 +54,7 @@ def differing(one, two):
     return sorted(str(k) for k in keys if one.get(k, gone) is not two.get(k, gone))
 
 before = held()
-config = megatron_muon.MuonConfig(align_shards=takes_layouts())
+config = megatron_muon.MuonConfig()
 kept = []
 for _ in range(2):
     if {training}:

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.buckets.count import (
-    REFERENCE_DP_SIZE,
-    Buffer,
-    LocalParameter,
+from megatron_muon.planning.buckets import (
+    Weight,
     choose,
     in_buckets,
     stock_bucket_size,
 )
-from megatron_muon.planning.buckets.order import Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.settings.config import MuonConfig
+from support.buckets import placed
 from support.sections import repeated
 
 HIDDEN, FFN, KV, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
@@ -44,9 +42,10 @@ def _weights() -> list[tuple[str, tuple[int, int]]]:
     return [*weights, ("norm", (HIDDEN, 1)), ("output_layer", (VOCABULARY, HIDDEN))]
 
 
-def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
+def _muon(name: str, shape: tuple[int, int]) -> Parameter | None:
+    """Its parameter of Muon's, without a place; None for AdamW's."""
     if "linear" not in name:
-        return LocalParameter(shape[0] * shape[1])
+        return None
     if "qkv" in name:
         parts = (("q", 512), ("k", 128), ("v", 128))
         matrices, blocks = sectioned(
@@ -54,39 +53,28 @@ def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
         )
     else:
         matrices, blocks = whole_matrix(name, shape, 0, 1)
-    muon = Parameter(name, shape, 0, UNPLACED, UNPLACED, 0, matrices, blocks)
-    return LocalParameter(shape[0] * shape[1], muon)
+    return Parameter(name, shape, 0, UNPLACED, UNPLACED, 0, matrices, blocks)
 
 
-def whole_buffer(dp_size: int) -> Buffer:
+def whole_buffer() -> list[Weight]:
     """Its one grad buffer."""
-    return Buffer(tuple(_weight(*weight) for weight in _weights()), Holders(dp_size))
+    return [Weight(rows * cols, "linear" in name) for name, (rows, cols) in _weights()]
 
 
-def llama_8b(
-    dp_size: int, bucket_size: int = WHOLE, ordered_for: MuonConfig | None = None
-) -> tuple[list[Parameter], int]:
-    """Muon's parameters, and the elements of the buffer.
-
-    In Megatron's order, or ordered for these settings.
-    """
-    buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
-    own = [bucket.stock_order() for bucket in buckets]
-    chosen = (
-        own
-        if ordered_for is None
-        else orders(buckets, Holders(dp_size), Numerics(ordered_for))
-    )
-    return parameters_in(buckets, chosen), sum(bucket.numel for bucket in buckets)
+def llama_8b(dp_size: int, bucket_size: int = WHOLE) -> tuple[list[Parameter], int]:
+    """Muon's parameters, and the elements of the buffer."""
+    buckets = list(in_buckets(whole_buffer(), bucket_size, dp_size))
+    muons = [_muon(*weight) for weight in _weights()]
+    return placed(muons, buckets), sum(bucket.numel for bucket in buckets)
 
 
 def llama_plan(
-    dp_size: int, config: MuonConfig, bucket_size: int = WHOLE, *, ordered: bool = False
+    dp_size: int, config: MuonConfig, bucket_size: int = WHOLE
 ) -> tuple[ExchangePlan, float]:
     """Its plan, and what it adds to the bytes of AdamW's reduce-scatter (fp32) and
     all-gather (bf16), on an average rank.
     """
-    parameters, numel = llama_8b(dp_size, bucket_size, config if ordered else None)
+    parameters, numel = llama_8b(dp_size, bucket_size)
     plan = make_plan(
         parameters, RankGrid(((tuple(range(dp_size)),),)), Numerics(config)
     )
@@ -96,20 +84,18 @@ def llama_plan(
 
 def contiguous_bucket_size() -> int:
     """Elements of a bucket in the fewest that keep the overlap."""
-    buffer = whole_buffer(REFERENCE_DP_SIZE)
+    buffer = whole_buffer()
     chosen = choose([buffer])
     assert chosen is not None
-    return sum(weight.numel for weight in buffer.weights) // chosen.number
+    return sum(weight.numel for weight in buffer) // chosen.number
 
 
-def _cells(
-    sizes: Sequence[int], config: MuonConfig, bucket_size: int | None, ordered: bool
-) -> str:
+def _cells(sizes: Sequence[int], config: MuonConfig, bucket_size: int | None) -> str:
     cells = []
     for dp_size in sizes:
         size = stock_bucket_size(dp_size) if bucket_size is None else bucket_size
-        plan, share = llama_plan(dp_size, config, size, ordered=ordered)
-        buckets = sum(1 for _ in in_buckets(whole_buffer(dp_size), size))
+        plan, share = llama_plan(dp_size, config, size)
+        buckets = sum(1 for _ in in_buckets(whole_buffer(), size, dp_size))
         flops = plan.ns_flops()
         busiest = max(flops) * dp_size / sum(flops)
         cells.append(f"{buckets:4} {share:7.2%} {busiest:5.2f}")
@@ -120,10 +106,7 @@ def main() -> None:
     """Bytes that Muon adds to AdamW's, and the busiest rank."""
     sizes = (8, 64, 512)
     print("buckets, bytes over AdamW's on an average rank, Newton-Schulz of")
-    print(
-        "the busiest rank over the mean; ordered: contiguous on megatron-core 0.18 and "
-        "later"
-    )
+    print("the busiest rank over the mean")
     print(f"{'':33}" + "   ".join(f"{f'DP {size}':>18}" for size in sizes))
     few = contiguous_bucket_size()
     for title, bucket_size in (
@@ -132,10 +115,8 @@ def main() -> None:
         ("stock buckets", None),
     ):
         for homes in ("balanced", "local"):
-            for ordered in (False, True) if bucket_size else (False,):
-                config = MuonConfig(homes=homes)
-                name = f"{title}, {homes}{', ordered' * ordered}"
-                print(f"{name:33}{_cells(sizes, config, bucket_size, ordered)}")
+            cells = _cells(sizes, MuonConfig(homes=homes), bucket_size)
+            print(f"{f'{title}, {homes}':33}{cells}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,16 +10,15 @@ import pytest
 from figures.stages import stage_of
 from megatron_muon.lab.dry_run.stages import built, in_stage
 from megatron_muon.mcore.wiring.buffers import bucket_layout
-from megatron_muon.planning.buckets.count import (
+from megatron_muon.planning.buckets import (
     SLACK,
     Buckets,
     Buffer,
-    at_reference,
     choose_buckets,
     cost,
     in_buckets,
 )
-from megatron_muon.planning.buckets.order import parameters_in
+from support.buckets import placed
 from support.virtual_gpu.plans import (
     GPT_340M,
     LLAMA_8B,
@@ -80,31 +78,34 @@ def test_the_number_is_that_of_0_2_0_or_costs_less(words: str) -> None:
     chosen, buffers = chosen_of(f"{words} {OVERLAP}")
     before, other = NUMBERS[words]
     assert chosen.number is not None and chosen.number == (other or before)
-    buffers = at_reference(buffers)
-    numel = sum(buffer.numel for buffer in buffers)
+    numel = sum(weight.numel for buffer in buffers for weight in buffer)
     costs = [cost(buffers, numel // number) for number in (before, chosen.number)]
     assert costs[1].total <= SLACK * costs[0].total
 
 
+@pytest.mark.parametrize("words", [LLAMA_8B, f"{QWEN3_30B} --ep 8"])
+def test_the_number_does_not_depend_on_the_ranks(words: str) -> None:
+    """AdamW's dp_reshardable loads at another DP size, but not into other buckets."""
+    few, many = (
+        chosen_of(f"{words} {OVERLAP} --world-size {size}")[0] for size in (8, 512)
+    )
+    assert few.number == many.number is not None
+
+
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_parameters_lie_where_megatron_puts_them(words: str) -> None:
-    words += " --muon-split-matrices off --muon-from-adamw momentum"
+    words += " --muon-split-matrices off"
     chosen, buffers = chosen_of(words)
     assert chosen.number is not None
-    size = sum(buffer.numel for buffer in buffers) // chosen.number
+    size = sum(weight.numel for each in buffers for weight in each) // chosen.number
     plans = [one.plan for one in stage_of(words)[1]]
     for buffer, plan in zip(buffers, plans, strict=True):
-        buckets = list(in_buckets(buffer, size))
-        placed = parameters_in(buckets, [bucket.stock_order() for bucket in buckets])
-        found = [
-            replace(parameter, ep_rank=ep_rank)
-            for ep_rank in range(buffer.holders.ep_size)
-            for parameter in placed
-        ]
-        for ours, theirs in zip(found, plan.parameters, strict=True):
-            assert (ours.span, ours.bucket) == (theirs.span, theirs.bucket)
-            assert ours.ep_rank == theirs.ep_rank
-            shapes = [
-                [(m.rows, m.cols) for m in each.matrices] for each in (ours, theirs)
-            ]
-            assert shapes[0] == shapes[1]
+        dp_size = len(plan.grid.ranks[0][0])
+        buckets = list(in_buckets(buffer, size, dp_size))
+        count = sum(weight.is_muons for weight in buffer)
+        assert len(plan.parameters) == count * len(plan.grid.ranks)
+        for at in range(0, len(plan.parameters), count):  # on each EP rank
+            theirs = plan.parameters[at : at + count]
+            muons = iter(theirs)
+            own = [next(muons) if weight.is_muons else None for weight in buffer]
+            assert placed(own, buckets) == list(theirs)

@@ -65,6 +65,21 @@ def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
 
 
+def test_a_setting_that_left_is_no_change_at_a_load() -> None:
+    from megatron_muon.mcore.checkpoint.param_groups import (
+        check_record,
+        config_of,
+        record,
+    )
+
+    numerics = Numerics(MuonConfig(), "cpu")
+    saved = record(numerics)
+    saved["settings"]["align_shards"] = True
+    # nothing differs: see above
+    check_record({"megatron_muon": saved}, numerics)
+    assert config_of(saved["settings"]) == config_of(record(numerics)["settings"])
+
+
 def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 

@@ -71,8 +71,6 @@ def test_a_row_is_the_flags_default_and_what_its_flags_write(
 ) -> None:
     default, other = ROWS[field].default, OTHERS[field]
     assert getattr(flags.muon_config(parsed(version)), field) == default
-    if field == "align_shards":  # the core decides, too
-        return
     config = MuonConfig(**{field: other, **WITH.get(field, {})})
     values = namespace.all_written(parsed(version), config)
     for flag in ROWS[field].flags:

@@ -25,7 +25,7 @@ from megatron_muon.mcore.wiring.validate import (
     unsliced,
 )
 from megatron_muon.orthogonalize.numerics import Device
-from megatron_muon.planning.buckets.count import Buckets
+from megatron_muon.planning.buckets import Buckets
 from megatron_muon.planning.describe import Share
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import logging
 import os
@@ -25,7 +24,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.lab.progress import announce
 from megatron_muon.mcore.host.loop import host
-from megatron_muon.megatron_lm.bucketing import aligns_shards, leaves_buckets
+from megatron_muon.megatron_lm.bucketing import leaves_buckets
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig
@@ -185,7 +184,7 @@ def muon_settings(flags: Namespace) -> MuonConfig:
             "--muon-backend upstream is not supported here, where the plugin's Muon "
             "has its own defaults: remove it, and give the values themselves"
         )
-    return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
+    return muon_config(flags)
 
 
 def said(error: BaseException) -> str:

@@ -88,8 +88,6 @@ class MuonCheckpoint(ShardedState):
         self._to_scatter = None
         if self.from_adamw is None:
             check_record(state_dict, self._numerics)
-        elif "param_state_sharding_type" in state_dict:
-            self._refuse_other_order(state_dict["param_state_sharding_type"])
         homes = self._home_states
         for key, home in homes.items():
             if state_dict.get(key):
@@ -156,8 +154,6 @@ class MuonCheckpoint(ShardedState):
                 "no Muon checkpoint has the format that "
                 "--ckpt-convert-update-legacy-dist-opt-format reads: omit it"
             )
-        if self.from_adamw is not None:
-            self._refuse_other_order("torch")
         reads = self.data_parallel_group.rank() == 0
         self._to_scatter = (self._from_disk(state_dict) if reads else None,)
 
@@ -217,15 +213,3 @@ class MuonCheckpoint(ShardedState):
                     f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded
                 )
         return state
-
-    def _refuse_other_order(self, format: str) -> None:
-        """Refuse AdamW's formats that lie in the order of buckets, if our buckets have
-        another.
-        """
-        if self._numerics.config.align_shards and not format.startswith("fully_"):
-            raise ValueError(
-                f"AdamW's optimizer state in the format {format} is in Megatron's "
-                "bucket order, but align_shards reorders the buckets. Start once with "
-                "--muon-dp-layout bucketed (align_shards=False in MuonConfig); later "
-                "saves load in either order"
-            )

@@ -17,6 +17,7 @@ from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, RECORD
 from megatron_muon.mcore.routing.param_routing import GROUP_SETTINGS, LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
+from megatron_muon.settings import left
 from megatron_muon.settings.coefficients import REMOVED, as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.rules import is_name
@@ -126,11 +127,14 @@ def config_of(settings: Settings) -> MuonConfig:
 
 
 def _as_run(settings: Settings) -> Group:
-    """A record's settings, in which a set that was cut short is what its steps were."""
+    """A record's settings without those that left; a set that was cut short is what its
+    steps were.
+    """
     default = MuonConfig()
     steps = settings.get("ns_steps", default.ns_steps)
     used = as_run(settings.get("ns_coefficients", default.ns_coefficients), steps)
-    return {**settings, "ns_coefficients": used}
+    kept = {name: settings[name] for name in settings.keys() - left.FIELDS.keys()}
+    return {**kept, "ns_coefficients": used}
 
 
 def _refuse_set_cut_short(then: Group, now: Group) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_muon.planning.buckets.count import Buckets
+    from megatron_muon.planning.buckets import Buckets
 
 
 class Host:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from megatron.core.utils import get_model_config
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import Coordinates
-
-if TYPE_CHECKING:
-    from megatron_muon.planning.buckets.order import Holders
 
 # Key: the group of the whole pipeline stage; value: its part inside this rank's
 # optimizer instance.
@@ -115,10 +112,6 @@ _GROUPS: dict[str, tuple[str, Callable[[], Group]]] = {
             with_context_parallel=True, partial_data_parallel=True
         ),
     ),
-    "dp": (
-        "needs to know how large Megatron's own buckets are",
-        lambda: parallel_state.get_data_parallel_group(),
-    ),
     "pp": (
         "chooses buckets of the first pipeline stage",
         lambda: parallel_state.get_pipeline_model_parallel_group(),
@@ -199,24 +192,14 @@ def local_experts(model_chunks: Chunks, ep_size: int) -> int:
     return (experts or 0) // ep_size
 
 
-def holders_of(model_chunk: Any, pg_collection: Any) -> tuple[Holders, Holders]:
-    """The ranks that have a grad buffer of dense weights, and of experts' weights.
+def group_sizes(model_chunk: Any, pg_collection: Any) -> Sizes:
+    """Sizes of the model-parallel groups of a chunk that no optimizer has yet.
 
-    They are in one optimizer instance; ``group_of`` has the arguments and errors.
+    ``group_of`` has the arguments and errors.
     """
-
-    from megatron_muon.planning.buckets.order import Holders  # before a step only
-
-    def size_of(name: str) -> int:
-        return group_of(name, pg_collection).size()
-
-    dense = Holders(size_of("dp_cp"), size_of("tp"))
-    if not is_moe([model_chunk]):
-        return dense, dense
-    tp_size = size_of("expt_tp")
-    ep_size = size_of("ep")
-    dp_size = dense.dp_size * dense.tp_size // (tp_size * ep_size)
-    return dense, Holders(dp_size, tp_size, ep_size)
+    of_experts = ("expt_tp", "ep") if is_moe([model_chunk]) else ()
+    names = ("tp", *of_experts)
+    return Sizes(*(group_of(name, pg_collection).size() for name in names))
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:

@@ -165,10 +165,6 @@ def _checked(
     config = layout_free(config, is_deterministic=is_deterministic)
     numerics = numerics_on(device, config)
     try_products(device, numerics)
-    if config.align_shards:
-        from megatron_muon.mcore.wiring.buffers.bucket_layout import require_ordered
-
-        require_ordered(model_chunks)
     lines = agreed.device_lines(numerics)
     if row_of(config.rule) is OWN:
         from megatron_muon.rules.own import tried

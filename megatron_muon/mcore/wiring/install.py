@@ -43,11 +43,6 @@ def install(config: MuonConfig | None = None) -> None:
     if _config is None:
         check_hooks()
     wanted = config or _config or MuonConfig()
-    if wanted.align_shards:
-        # for this option only
-        from megatron_muon.mcore.wiring.buffers.bucket_layout import require_taken
-
-        require_taken()
     if _config is None:
         for seam in wrapped_in_core():
             if seam.name in _WRAPPERS:
@@ -264,9 +259,9 @@ def _check_config(original: Function, config: Any) -> None:
 
 
 def _build_ddp(original: Function, /, *args: Any, **kwargs: Any) -> None:
-    """Wraps DistributedDataParallel's, whose grad buffers may get another layout."""
+    """Wraps DistributedDataParallel's, whose grad buffers may get fewer buckets."""
     assert _config is not None
-    if not _config.align_shards and not host().leaves_buckets():
+    if not host().leaves_buckets():
         original(*args, **kwargs)
         return
     from megatron_muon.mcore.wiring.buffers.bucket_layout import build

@@ -125,7 +125,6 @@ def all_written(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     for row in RUN_ROWS:
         dest = row.flags[0].dest
         values[dest] = written(args, dest) or row.default
-    values["muon_dp_layout"] = written(args, "muon_dp_layout") or "contiguous"
     if config.scale_mode not in MATCHED:
         values["muon_matched_adamw_rms"] = None
     if config.qk_clip is None:

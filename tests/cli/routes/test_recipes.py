@@ -125,8 +125,7 @@ def test_what_the_file_says_is_in_force(
     default = json.loads(json.dumps(asdict(MuonConfig())))
     settings, rates = RECIPE[name]
     in_force = found["settings"]
-    by_layout = {"align_shards"}  # which a new run chooses by its plan
-    changed = {key for key in default if in_force[key] != default[key]} - by_layout
+    changed = {key for key in default if in_force[key] != default[key]}
     assert changed == set(settings)
     assert settings == {key: in_force[key] for key in settings}
     flags = ("--lr", "--min-lr", "--weight-decay")

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.dry_run.presets import PRESETS
-from support.installed import VERSION, lacks
+from support.installed import lacks
 from support.models.gpt import Case, Topology, distributed_optimizers, printed_by, start
 from support.models.model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
 from support.processes import environment
@@ -55,10 +55,9 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
 MOE = Case(moe=True, gated=True)
 OWN = (("*.linear_fc1.*", "rows:120,400"), ("*.linear_proj.*", "heads:6"))
 BY_PATTERN = ("*.0.*:ns_steps=9", "*.linear_qkv.weight[k]:ns_coefficients=quintic")
-ALIGNED = Case(layers=4, muon=(("align_shards", True),))
 CASES = [
     (Case(), Topology(2, 2, 2)),
-    *([(ALIGNED, Topology(1, 1, 3, overlap=True))] if VERSION >= (0, 18) else []),
+    (Case(layers=4), Topology(1, 1, 3, overlap=True)),
     (
         replace(Case(gated=True), muon=(("splits", OWN), ("by_pattern", BY_PATTERN))),
         Topology(2, 1, 2, overlap=True),
@@ -76,11 +75,12 @@ CASES = [
 def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> None:
     if reason := lacks(case, topology):
         pytest.skip(reason)
-    layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
     muon = dict(case.muon)
     own = [f"--muon-split={'='.join(split)}" for split in muon.get("splits", ())]
     own += [f"--muon-for={text}" for text in muon.get("by_pattern", ())]
-    routes = routes_json([*flags_of(case, topology), *own, "--muon-dp-layout", layout])
+    routes = routes_json(
+        [*flags_of(case, topology), *own, "--muon-dp-layout", "bucketed"]
+    )
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:

@@ -22,7 +22,6 @@ from megatron_muon.rules.muon import Foreach
 from ranks.errors.test_half_done import check_half_step
 from ranks.results.test_nonfinite import FC1, _planted
 from support.checkpoints.saving import formats, load, save
-from support.installed import VERSION
 from support.models.gpt import Case, Topology, start, take_step, trained
 from support.ranks import error_of, run
 from support.runs.cases import lr_at, muon_weights
@@ -60,10 +59,6 @@ CASES = {
     "replicas": (replace(CASE, mla="duplicated"), Topology(tp=2, dp=2)),
     "shared": (_with(CASE, ("split_matrices", 2)), Topology(dp=2)),
     "shared over tp": (_with(CASE, ("split_matrices", 4)), Topology(tp=2, dp=3)),
-    "aligned shards": (
-        _with(CASE, ("align_shards", True)),
-        Topology(dp=3, overlap=True),
-    ),
     "columns that are units": (COLUMNS, Topology(tp=2, dp=3)),
     "heads": (_with(CASE, ("splits", ((QKV, "heads"),))), Topology(tp=2)),
     "experts": (MOE, Topology(dp=2, ep=2)),
@@ -74,8 +69,6 @@ CASES = {
 }
 
 
-if VERSION < (0, 18):
-    del CASES["aligned shards"]  # megatron-core takes no layout of its buffers
 PAIRS = [
     (name, rule)
     for name in CASES

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 from megatron_muon.mcore.host.loop import NO_HOST, Host, set_host
-from megatron_muon.planning.buckets import count
-from megatron_muon.planning.buckets.count import Buckets
+from megatron_muon.planning import buckets
+from megatron_muon.planning.buckets import Buckets
 
 STOCK = 2_000  # elements
 
@@ -34,7 +34,7 @@ def buckets_open() -> Iterator[OpenLoop]:
     loop = OpenLoop()
     set_host(loop)
     try:
-        with mock.patch.object(count, "stock_bucket_size", lambda dp_size: STOCK):
+        with mock.patch.object(buckets, "stock_bucket_size", lambda dp_size: STOCK):
             yield loop
     finally:
         set_host(NO_HOST)

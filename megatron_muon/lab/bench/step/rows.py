@@ -51,13 +51,10 @@ def rows(
     ``exchanges`` are further rows of muon-contiguous: ``none`` puts all matrices into
     one round, ``naive`` gives every parameter a round of its own.
     """
-    from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
-
     # all rows have the same matrices at one home
     whole = config.split_matrices or "off"
     equal = dataclasses.replace(config, ns_iteration="standard", split_matrices=whole)
-    aligned = dataclasses.replace(equal, align_shards=takes_layouts())
-    contiguous = Row("muon-contiguous", "muon", aligned)
+    contiguous = Row("muon-contiguous", "muon", equal)
     bucketed = Row("muon-bucketed", "muon", equal, buckets=True)
     made = [
         Row("adamw", "adamw", equal),
@@ -70,7 +67,7 @@ def rows(
     variants = []
     for exchange in dict.fromkeys(exchanges):
         round_bytes = {"none": 1 << 62, "naive": 1}[exchange]
-        other = dataclasses.replace(aligned, round_bytes=round_bytes)
+        other = dataclasses.replace(equal, round_bytes=round_bytes)
         variants.append(Row(f"muon-contiguous-{exchange}", "muon", other))
     asked = [row for row in made if row.name in names]
     standard = [row for row in asked if row.config.ns_iteration == "standard"]

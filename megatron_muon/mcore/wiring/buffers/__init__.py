@@ -1,1 +1,1 @@
-"""What Muon does with Megatron's grad buffers, their buckets and their gathers."""
+"""What Muon does with Megatron's grad buffers and their buckets."""

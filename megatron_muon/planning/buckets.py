@@ -15,18 +15,12 @@ same links, so bytes are compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from math import lcm
 
-from megatron_muon.planning.buckets.order import (
-    ALIGNMENT,
-    Bucket,
-    Holders,
-    away,
-    starts,
-)
-from megatron_muon.planning.layout import Parameter
-
+# elements; Megatron starts every parameter at a multiple of it
+_ALIGNMENT = 64
 # elements; Megatron rounds a bucket up to a multiple of this and of its shards
 _BUCKET = 128
 # The fewest buckets are taken that cost at most this multiple of the least.
@@ -40,25 +34,23 @@ _GRAD, _PARAM, _PIECE = (4, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalParameter:
+class Weight:
     """A parameter as a rank has it."""
 
     numel: int  # number of elements on a rank
-    # its Muon parameter, with any bucket and span; None for AdamW's
-    muon: Parameter | None = None
+    is_muons: bool  # whether a shard's edge in it costs
+
+
+Buffer = Sequence[Weight]  # that share a grad buffer, in Megatron's order
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """Parameters in Megatron's order that share a grad buffer."""
+class Bucket:
+    """A bucket of a grad buffer."""
 
-    weights: tuple[LocalParameter, ...]  # the parameters, as one rank has them
-    holders: Holders  # the ranks that have it
-
-    @property
-    def numel(self) -> int:
-        """Elements of its parameters on one rank."""
-        return sum(weight.numel for weight in self.weights)
+    numel: int  # number of elements, padding included
+    # where each parameter starts, in the order in which Megatron fills the bucket
+    weights: tuple[tuple[int, Weight], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ def choose_buckets(buffers: Sequence[Buffer]) -> Buckets:
     Args:
         buffers: those of the first model chunk.
     """
-    chosen = choose(at_reference(buffers))
+    chosen = choose(buffers)
     if chosen is None:
         return Buckets(
             reason="--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M "
@@ -124,26 +116,19 @@ def choose_buckets(buffers: Sequence[Buffer]) -> Buckets:
     )
 
 
-def at_reference(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The same buffers, each with ``REFERENCE_DP_SIZE`` shards."""
-    return [
-        replace(buffer, holders=replace(buffer.holders, dp_size=REFERENCE_DP_SIZE))
-        for buffer in buffers
-    ]
-
-
-def choose(buffers: Sequence[Buffer]) -> Choice | None:
+def choose(
+    buffers: Sequence[Buffer], dp_size: int = REFERENCE_DP_SIZE
+) -> Choice | None:
     """The fewest buckets, two at least, that cost at most ``SLACK`` × the best number.
 
     None where Megatron's own setting makes no more buckets than that.
     """
-    size = max((buffer.holders.dp_size for buffer in buffers), default=1)
-    stock = cost(buffers, stock_bucket_size(size))
+    stock = cost(buffers, stock_bucket_size(dp_size), dp_size)
     if stock.buckets <= len(buffers):
         return None
-    total = sum(buffer.numel for buffer in buffers)
+    total = sum(weight.numel for weight in chain.from_iterable(buffers))
     costs = [
-        Choice(number, cost(buffers, total // number), stock)
+        Choice(number, cost(buffers, total // number, dp_size), stock)
         for number in _numbers(stock.buckets)
     ]
     several = [one for one in costs if one.cost.buckets > len(buffers)]
@@ -155,43 +140,46 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
     return chosen
 
 
-def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
+def cost(
+    buffers: Sequence[Buffer], bucket_size: int, dp_size: int = REFERENCE_DP_SIZE
+) -> BucketCost:
     """The cost if a bucket of a rank's buffers is closed as soon as it has so many
     elements.
     """
     count = boundary = waited = cut = 0
     for buffer in buffers:
-        size, elements = buffer.holders.dp_size, 0
-        for bucket in in_buckets(buffer, bucket_size):
+        elements = 0
+        for bucket in in_buckets(buffer, bucket_size, dp_size):
             count += 1
             elements = bucket.numel
-            for start, numel, muon in zip(
-                starts(bucket.stock_order(), bucket.sizes),
-                bucket.sizes,
-                bucket.muons,
-                strict=True,
-            ):
-                elsewhere = away(start, numel, bucket.numel // size) if muon else 0
-                boundary += elsewhere > 0
-                cut += 2 * _PIECE * elsewhere // size  # there and back
-        waited += (_GRAD + _PARAM) * elements * (size - 1) // size
+            for start, weight in bucket.weights:
+                if weight.is_muons:
+                    elsewhere = away(start, weight.numel, bucket.numel // dp_size)
+                    boundary += elsewhere > 0
+                    cut += 2 * _PIECE * elsewhere // dp_size  # there and back
+        waited += (_GRAD + _PARAM) * elements * (dp_size - 1) // dp_size
     return BucketCost(count, boundary, waited, cut)
 
 
-def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:
+def in_buckets(buffer: Buffer, bucket_size: int, dp_size: int) -> Iterator[Bucket]:
     """The buckets as Megatron fills them: from the last parameter to the first."""
     position, weights = 0, []
-    multiple = lcm(buffer.holders.dp_size, _BUCKET)
-    for number, weight in enumerate(reversed(buffer.weights), 1):
-        position = -(-position // ALIGNMENT) * ALIGNMENT + weight.numel
-        weights.append(weight)
-        if position >= bucket_size or number == len(buffer.weights):
-            yield Bucket(
-                -(-position // multiple) * multiple,
-                tuple(one.numel for one in weights),
-                tuple(one.muon for one in weights),
-            )
+    multiple = lcm(dp_size, _BUCKET)
+    for number, weight in enumerate(reversed(buffer), 1):
+        start = -(-position // _ALIGNMENT) * _ALIGNMENT
+        weights.append((start, weight))
+        position = start + weight.numel
+        if position >= bucket_size or number == len(buffer):
+            yield Bucket(-(-position // multiple) * multiple, tuple(weights))
             position, weights = 0, []
+
+
+def away(start: int, numel: int, shard: int) -> int:
+    """Elements of [start, start + numel) outside the shard that has most of them."""
+    first = min(shard - start % shard, numel)
+    last = min((start + numel - 1) % shard + 1, numel)
+    between = (start + numel - 1) // shard - start // shard - 1
+    return numel - (shard if between > 0 else max(first, last))
 
 
 def _numbers(most: int) -> list[int]:
