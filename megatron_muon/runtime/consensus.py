@@ -64,8 +64,9 @@ def agree(lines: Sequence[str], group: Group | None, device: torch.device) -> No
         PlanMismatchError: on every rank; names the first line that differs, with the
             values and ranks of the world.
     """
-    every = collectives.all_gather_numbers(_words(lines), group, device)
-    if any(words != every[0] for words in every):
+    number = int.from_bytes(fingerprint(lines)[:8], "big", signed=True)
+    every = collectives.all_gather_numbers([number], group, device)
+    if any(numbers != [number] for numbers in every):
         texts = collectives.all_gather_json("\n".join(lines), group)
         ranks = (collectives.world_rank(rank, group) for rank in range(len(texts)))
         raise _difference(dict(zip(ranks, texts, strict=True)))
@@ -222,14 +223,6 @@ def grid_of(every: Sequence[Coordinates], near: int) -> RankGrid:
         ),
         near,
     )
-
-
-def _words(lines: Sequence[str]) -> list[int]:
-    """The fingerprint as four numbers."""
-    whole = fingerprint(lines)
-    return [
-        int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)
-    ]
 
 
 def _difference(texts: Mapping[int, str]) -> PlanMismatchError:
