@@ -79,11 +79,14 @@ def from_other(
 
 
 def _settings_of_megatrons(optimizer: Any) -> str:
-    """The flags to give where a run is to go on as Megatron's own Muon did."""
+    """The flags to give where a run is to go on as Megatron's own Muon did, if this
+    Megatron has one.
+    """
     from megatron_muon.mcore.wiring.validate import own_muons_fields
 
     flags = flags_of_upstream(own_muons_fields(optimizer.config))
-    return f"; its other settings, if they were Megatron's defaults, are {flags}"
+    said = f"; its other settings, if they were Megatron's defaults, are {flags}"
+    return said if flags else ""
 
 
 def _agreed(find: Callable[[], str], device: Any) -> Any:

@@ -7,13 +7,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.optimizer import OptimizerConfig
 
 import megatron_muon
+from megatron_muon.megatron_lm import switching
 from support.installed import VERSION, installed
+from support.megatron_lm.flag_parsers import config_of
 from support.models import megatrons_muon
 from support.models.gpt import (
     Case,
@@ -158,6 +161,15 @@ def test_dist_muon_takes_the_steps_of_megatrons_own_muon(tmp_path: Path) -> None
         moved = main - whole_weight(CASE, name, main.shape)
         off = float((ours[name] - main).norm() / moved.norm())
         assert off < 0.02, name
+
+
+def test_a_checkpoint_of_megatrons_own_muon_prints_the_flags_of_its_settings() -> None:
+    optimizer = SimpleNamespace(config=OptimizerConfig())
+    said = switching._settings_of_megatrons(optimizer)
+    flags = said.split("if they were Megatron's defaults, are ")[1].split()
+    assert config_of("0.19", *flags) == megatron_muon.MuonConfig(
+        **{**UPSTREAM, "ns_dtype": None}
+    )
 
 
 @pytest.mark.parametrize("by", ["get_megatron_optimizer", "bridge"])
