@@ -127,7 +127,7 @@ class NamoRound(UnitRound):
         numbers = sums.view(len(sums), 4, -1)
         useds = (numbers[:, :3] * self._of_used).sum(dim=1).clamp_min(0.0)
         grads = numbers[:, 2]
-        known = sums.isfinite().all(dim=1, keepdim=True)
+        known = torch.cat([sums, useds], dim=1).isfinite().all(dim=1, keepdim=True)
         acts = known & (numbers[:, 3] > 0)
         moves.masked_fill_(~known[:, 0].index_select(0, self._outgoing), math.inf)
         before = self._rule.home_state.rows.index_select(0, self._rows)

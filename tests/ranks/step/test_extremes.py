@@ -4,6 +4,7 @@ the step in which it did not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
 Held = dict[str, dict[str, torch.Tensor]]
+Change = Callable[[torch.Tensor, int], object]  # of a gradient, by the step
 
 
 def _scale(factor: float, grad: torch.Tensor, step: int) -> None:
@@ -26,11 +28,11 @@ def _scale(factor: float, grad: torch.Tensor, step: int) -> None:
         grad.mul_(factor)
 
 
-def _two_steps(case: Case, topology: Topology, factor: float) -> tuple[Any, Any]:
+def _two_steps(case: Case, topology: Topology, change: Change) -> tuple[Any, Any]:
     """What is held after a second step with another gradient of FC1, and what it
     skipped.
     """
-    with _changed(FC1, partial(_scale, factor)):
+    with _changed(FC1, change):
         built = start(case, topology)
         for step in range(2):
             take_step(built, step)
@@ -38,8 +40,8 @@ def _two_steps(case: Case, topology: Topology, factor: float) -> tuple[Any, Any]
     return held(built), part.muon.nonfinite.skipped(waits=True)
 
 
-def _main(case: Case, topology: Topology, factor: float) -> tuple[Held, set[Any]]:
-    ranks = run(_two_steps, topology.world_size, case, topology, factor)
+def _main(case: Case, topology: Topology, change: Change) -> tuple[Held, set[Any]]:
+    ranks = run(_two_steps, topology.world_size, case, topology, change)
     skipped = {(name, *n) for _, counts in ranks for name, n in counts.items()}
     return {"main": whole([one for one, _ in ranks])["main"]}, skipped
 
@@ -51,10 +53,10 @@ def test_a_finite_gradient_of_any_size_moves_its_matrix_or_is_counted(
 ) -> None:
     """2^100 is 1e30. Beside 2^50 the momentum is beyond the last bit, too."""
     case = replace(CASE, muon=(*CASE.muon, ("rule", rule)))
-    before, _ = _main(case, topology, 0.0)
+    before, _ = _main(case, topology, partial(_scale, 0.0))
     for large, usual in ((2.0**100, 2.0**50), (2.0**-100, 2.0**-50)):
-        found, skipped = _main(case, topology, large)
-        expected, none = _main(case, topology, usual)
+        found, skipped = _main(case, topology, partial(_scale, large))
+        expected, none = _main(case, topology, partial(_scale, usual))
         assert none == set()
         assert not torch.equal(expected["main"][FC1], before["main"][FC1])
         if rule == "namo" and large > 1:
@@ -63,6 +65,20 @@ def test_a_finite_gradient_of_any_size_moves_its_matrix_or_is_counted(
         else:
             assert skipped == set()
         assert differences(found, expected) == []
+
+
+def _to_the_edge(grad: torch.Tensor, step: int) -> None:
+    if step:
+        grad.mul_(1.5e19 / float(grad.norm()))
+
+
+def test_namo_counts_a_square_that_only_its_factors_take_out_of_range() -> None:
+    """‖G‖² is 2.25e38, and of U = 1.95 · G it is beyond fp32's 3.4e38."""
+    case = replace(CASE, muon=(*CASE.muon, ("rule", "namo")))
+    before, _ = _main(case, Topology(), partial(_scale, 0.0))
+    found, skipped = _main(case, Topology(), _to_the_edge)
+    assert skipped == {(FC1, 1, 0)}
+    assert torch.equal(found["main"][FC1], before["main"][FC1])
 
 
 def _too_large(case: Case) -> str:
