@@ -26,7 +26,7 @@ from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
-    from megatron_muon.mcore.load_check.digest import DigestError as DigestError
+    from megatron_muon.mcore.checkpoint.manifest import DigestError as DigestError
     from megatron_muon.mcore.wiring.step_traces import MegatronTraces
     from megatron_muon.orthogonalize.matmul import KernelError as KernelError
     from megatron_muon.runtime.collectives import PhaseError as PhaseError
@@ -59,7 +59,7 @@ __all__ = [
 
 # Modules of the public errors that importing the package does not load.
 _ERRORS = {
-    "DigestError": "megatron_muon.mcore.load_check.digest",
+    "DigestError": "megatron_muon.mcore.checkpoint.manifest",
     "KernelError": "megatron_muon.orthogonalize.matmul",
     "PhaseError": "megatron_muon.runtime.collectives",
     "PlanMismatchError": "megatron_muon.runtime.consensus",

@@ -38,7 +38,7 @@ from megatron_muon.lab.interrupts import STOPPED
 from megatron_muon.lab.outputs import require_writable
 from megatron_muon.lab.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.routes.model_flags import REFUSALS, megatron_is_quiet
-from megatron_muon.mcore.load_check.files import write_text
+from megatron_muon.mcore.checkpoint.files import write_text
 from megatron_muon.mcore.seams.rows import check_rows, megatron_version
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.presence import SeamError

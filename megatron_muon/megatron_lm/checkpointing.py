@@ -7,14 +7,20 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.mcore.load_check.digest import iteration_of
+from megatron_muon.mcore.checkpoint.manifest import iteration_of
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.flags.namespace import is_on, parsed
 from megatron_muon.runtime.patches import Function
@@ -44,50 +50,28 @@ def generate_state_dict(
 def save_checkpoint(
     original: Function, iteration: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's save. With ``--ckpt-format torch`` the digest is written after it.
+    """Megatron's save. With ``--ckpt-format torch`` it ends with a manifest.
 
-    For other formats ``mcore.load_check.save`` does so before Megatron writes its
+    For other formats ``mcore.checkpoint.seal`` writes it before Megatron writes its
     tracker.
     """
     flags = parsed()
-    if not is_on(flags):
-        return original(iteration, model, *args, **kwargs)
     call = inspect.signature(original).bind(iteration, model, *args, **kwargs)
-    with _digest_of_torch(flags, call.arguments):
+    asked = call.arguments
+    is_torch = not (flags.use_dist_ckpt or asked.get("non_persistent_ckpt"))
+    with ExitStack() as sealing:
+        if is_on(flags) and is_torch and "://" not in flags.save:
+            from megatron_muon.mcore.checkpoint.seal import saving
+
+            folder = _checkpointing().get_checkpoint_name(
+                flags.save,
+                iteration,
+                release=asked.get("release", False),
+                return_base_dir=True,
+            )
+            record = getattr(asked["optimizer"], "record", None)
+            sealing.enter_context(saving(record, Path(folder)))
         return original(iteration, model, *args, **kwargs)
-
-
-@contextmanager
-def _digest_of_torch(flags: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Mark the folder before ``torch.save``'s checkpoint, and write its digest after
-    it.
-    """
-    is_remote = "://" in flags.save
-    if flags.use_dist_ckpt or arguments.get("non_persistent_ckpt") or is_remote:
-        yield  # the digest comes from the wrapped dist_checkpointing
-        return
-    from megatron_muon.mcore.load_check.models import owner
-    from megatron_muon.mcore.load_check.save import sealing
-
-    module = _checkpointing()
-    kept = ("iteration", "release", *_RANKS)
-    where = {key: arguments[key] for key in kept if key in arguments}
-    model = Path(module.get_checkpoint_name(flags.save, **where))
-    state = Path(module.get_distributed_optimizer_checkpoint_name(str(model)))
-    folder = model.parent.parent
-    names = [str(file.relative_to(folder)) for file in (model, state)]
-    with sealing(owner(arguments["model"]), folder, names):
-        yield
-
-
-# Arguments of ``save_checkpoint`` by which a tool names another rank's file.
-_RANKS = (
-    "pipeline_parallel",
-    "tensor_rank",
-    "pipeline_rank",
-    "expert_parallel",
-    "expert_rank",
-)
 
 
 # --- loading --------------------------------------------------------------------------
@@ -121,7 +105,6 @@ def load_checkpoint(
             watch = watching_adamw(optimizer)
         with _explained_to_others(load_dir, flags), watch:
             return loads()
-    from megatron_muon.mcore.load_check.models import owner
     from megatron_muon.megatron_lm.loaded import say_loaded
     from megatron_muon.megatron_lm.rates import of_this_run
 
@@ -132,7 +115,7 @@ def load_checkpoint(
     found = _by_rank_0(lambda: str(newest(flags, load_dir) or ""))
     folder = Path(found) if found else None
     with (
-        _checked(flags, folder, ddp_model, is_muon) as is_checked,
+        _checked(flags, folder, optimizer, is_muon) as is_checked,
         switching.from_other(flags, optimizer, folder, muon=is_muon) as how,
         tracker.naming(_checkpointing(), load_dir, _step(flags)),
         of_this_run(optimizer, opt_param_scheduler, override=override),
@@ -140,7 +123,7 @@ def load_checkpoint(
         result = loads()
     is_own = is_muon and how == "unconverted"
     if is_own and folder and iteration_of(folder.name) is not None:
-        say_loaded(optimizer, owner(ddp_model), folder, is_checked=is_checked)
+        say_loaded(optimizer, folder, is_checked=is_checked)
     return result
 
 
@@ -206,22 +189,28 @@ def _is_of_muon(folder: Path) -> bool:
 
 @contextmanager
 def _checked(
-    flags: Any, folder: Path | None, model: Any, is_muon: bool
+    flags: Any, folder: Path | None, optimizer: Any, is_muon: bool
 ) -> Iterator[bool]:
-    """Check the checkpoint in ``folder``, if there is one, before Muon's run reads it.
+    """Check the checkpoint in ``folder``, if there is one, before a run that may read
+    Muon's state reads it.
 
-    Yields whether its files were compared with a digest.
+    Yields whether its files were compared with a manifest.
     """
-    if folder is None or not is_muon:
+    if folder is None:
         yield False
         return
-    from megatron_muon.mcore.load_check.check import check, checked
-    from megatron_muon.mcore.load_check.models import owner
+    from megatron_muon.mcore.checkpoint import seal
 
-    exact = not (flags.finetune or flags.no_load_optim)
-    has_digest = check(owner(model), str(folder), exact)
-    with checked(str(folder)):
-        yield has_digest
+    if not is_muon:
+        if not getattr(flags, "no_muon_checkpoint_digest", False):
+            seal.check_files(folder)
+        yield False
+        return
+    loads_state = not (flags.finetune or flags.no_load_optim)
+    own = getattr(optimizer, "record", None) if loads_state else None
+    has_manifest = seal.check(str(folder), own)
+    with seal.checked(str(folder)):
+        yield has_manifest
 
 
 def newest(flags: Any, load_dir: str | None) -> Path | None:
@@ -264,7 +253,6 @@ def _latest(load_dir: str | None, step: int | None) -> Path | None:
     """The folder of a step, or the one that the tracker names; None without one."""
     if load_dir is None or "://" in load_dir:
         return None
-    tracker.require_settled(Path(load_dir))
     name = f"iter_{step:07d}" if step is not None else tracker.named_by(Path(load_dir))
     if name is None:
         return None

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_muon.console import say
 from megatron_muon.mcore.host.shards import device_of, parts_of
-from megatron_muon.mcore.load_check.models import TrainedModel
 from megatron_muon.mcore.routing.param_routing import of_any_number
 from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import together
@@ -18,9 +17,7 @@ Rates = tuple[float, float]  # a rate and a weight decay
 Parameter = tuple[bool, str]  # whether AdamW's, and its name
 
 
-def say_loaded(
-    optimizer: Any, trained: TrainedModel | None, folder: Path, *, is_checked: bool
-) -> None:
+def say_loaded(optimizer: Any, folder: Path, *, is_checked: bool) -> None:
     """Print on rank 0 what was loaded of Muon's own checkpoint, and with which rates it
     goes on.
 
@@ -28,11 +25,10 @@ def say_loaded(
 
     Args:
         optimizer: Muon's chain, after the load.
-        trained: the model of this rank.
-        is_checked: whether the files have been compared with the checkpoint's digest.
+        is_checked: whether the files have been compared with the checkpoint's manifest.
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    of_rank = together(lambda: _of_this_rank(optimizer, trained), None, device)
+    of_rank = together(lambda: _of_this_rank(optimizer), None, device)
     every = all_gather_json(of_rank, None)
     if dist.get_rank() != 0:
         return
@@ -47,7 +43,7 @@ def say_loaded(
         f"{lr:.6g} and {decay:.6g} ({name}, …)"
         for (lr, decay), (_, name) in muons_first
     )
-    checked = "digest checked" if is_checked else "no digest checked"
+    checked = "files checked" if is_checked else "files not checked"
     say(
         f"[megatron_muon] loaded {folder}: {checked}, momentum of {matrices} matrices; "
         f"first rates and weight decays: {rates}"
@@ -55,7 +51,7 @@ def say_loaded(
 
 
 def _of_this_rank(
-    optimizer: Any, trained: TrainedModel | None
+    optimizer: Any,
 ) -> tuple[int, list[tuple[Rates, Parameter]]]:
     """The stage's number of matrices, on the rank that speaks for it, and each group's
     rates, with one of this rank's parameters in it.
@@ -63,7 +59,8 @@ def _of_this_rank(
     matrices = 0
     groups = []
     for part in parts_of(optimizer):
-        if trained is not None and trained.stage.speaks:
+        is_first = dist.get_rank(part.stage_group) == 0
+        if is_first and part.distributed_optimizer_instance_id == 0:
             matrices += len(part.muon.plan.matrices)
         parameters = {
             id(shard): (param not in part._muons, of_any_number(part._name_of[param]))

@@ -49,7 +49,6 @@ def from_other(
     from megatron_muon.mcore.checkpoint.interop import adamw_after_muon, switch
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
     from megatron_muon.mcore.host.shards import device_of
-    from megatron_muon.mcore.load_check.check import check_files
 
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     saved = together(lambda: Saved.of(folder), None, device)
@@ -61,8 +60,6 @@ def from_other(
         say(f"[megatron_muon] {folder} is {_CONVERSIONS[how]}{theirs}")
     with ExitStack() as reading:
         if how == "muon's":
-            if not getattr(args, "no_muon_checkpoint_digest", False):
-                check_files(folder, device)
             settings = together(lambda: saved.record()["settings"], None, device)
             reading.enter_context(adamw_after_muon.reading_muon(optimizer, settings))
         elif how == "after muon":

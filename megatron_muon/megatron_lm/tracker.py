@@ -7,20 +7,16 @@ here changes it or any other file.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.files import open_regular
+from megatron_muon.mcore.checkpoint import manifest
+from megatron_muon.mcore.checkpoint.files import open_regular
 from megatron_muon.runtime.patches import replaced
 
 NAME = "latest_checkpointed_iteration.txt"
-# What earlier versions left where a save over the checkpoint that the tracker names was
-# stopped: the folder that they had moved it to, and a mark.
-_SET_ASIDE = re.compile(r"(iter_[0-9]{7,}|release)\.(?:before|anew)")
 _MOST = 4096  # cap on a tracker's bytes; a number has few
 
 
@@ -63,7 +59,7 @@ def named_by(save_dir: Path) -> str | None:
     if text == "release":
         return text
     if not re.fullmatch("[0-9]{1,18}", text):
-        complete = digest.last_complete(save_dir)
+        complete = manifest.last_complete(save_dir)
         last = "" if complete is None else f" {complete}, the last complete one"
         raise ValueError(
             f"{path} has {text[:60]!r} in it, neither the number of an iteration nor "
@@ -71,32 +67,3 @@ def named_by(save_dir: Path) -> str | None:
             f"--ckpt-step{last}"
         )
     return f"iter_{int(text):07d}"
-
-
-def require_settled(load_dir: Path) -> None:
-    """Refuse a folder in which a save by an earlier version was stopped, or still runs.
-
-    Such a save moved the checkpoint that the tracker names to ``NAME.before`` and wrote
-    anew.
-
-    Raises:
-        ValueError: has the commands that put it back, or aside where the new one is
-            whole.
-    """
-    marks = (_SET_ASIDE.fullmatch(path.name) for path in load_dir.glob("*"))
-    name = min((mark[1] for mark in marks if mark), default=None)
-    if name is None:
-        return
-    here = shlex.quote(str(load_dir / name))
-    tracker = shlex.quote(str(load_dir / NAME))
-    moves = f"mv {here} {here}.stopped; mv {here}.before {here} && "
-    if not (load_dir / f"{name}.before").is_dir():
-        moves = ""
-    elif digest.says_complete(load_dir / name):
-        moves = f"mv {here}.before {here}.older && "
-    number = digest.iteration_of(name)
-    raise ValueError(
-        f"a save into {load_dir / name} by an earlier megatron_muon was stopped, or "
-        f"still runs. If it was stopped: {moves}rm -f {here}.anew && echo "
-        f"{name if number is None else number} > {tracker}"
-    )

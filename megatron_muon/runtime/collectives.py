@@ -19,7 +19,7 @@ optimizer instances, and once where nothing trains on some ranks.
 A rule that asks for sums has one ``add_up`` over the stage per round and point.
 
 Saving and loading vote. ``all_gather_json`` spreads the text of an error, compares
-parameter names where patterns route them, and puts a checkpoint's digest together.
+parameter names where patterns route them, and puts a checkpoint's manifest together.
 
 Before the first traced step of a run there is one ``all_gather_numbers`` over the
 world.

@@ -162,7 +162,7 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         round_bytes: Cap on a rank's buffers for one round of the exchange, in bytes.
             Default: None.
         checkpoint_digest: False: neither write nor check the digest of a checkpoint:
-            size and checksum of its files, and its parameters. Default: True.
+            size and checksum of its files, and Muon's matrices. Default: True.
         nonfinite_limit: End the run once so many lines of the log in a row
             (--log-interval) name a matrix whose direction was not finite. Default: 3.
         log_interval: Steps from one logging step to the next. Default: None.

@@ -124,7 +124,7 @@ class RunSettings:
         True,
         "--no-muon-checkpoint-digest",
         "Neither write nor check the digest of a checkpoint: size and checksum of its "
-        "files, and its parameters.",
+        "files, and Muon's matrices.",
         kinds.OFF_SWITCH,
         without="By default it is written and checked.",
     )

@@ -32,7 +32,7 @@ PATTERNS = {
     "QK-Clip": r"qk_clip|QkClip|log_max_attention_logit",
     "block steps": r"full_period|block_steps|block_lr_mult|\.variants|block_numerics"
     r"|in_tp_slices",
-    "manifest": r"digest|load_check|checksum|Digest|[Mm]anifest",
+    "manifest": r"checkpoint_digest|DigestError|[Mm]anifest|\bseal\b|file_hash",
     "early gathers": r"early_param_gather|early_gathers|EarlyGather|gathers_one_by_one",
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -127,7 +127,7 @@ def _reset_megatron() -> None:
             ("unset_num_microbatches_calculator",),
         ),
         ("megatron.core.rerun_state_machine", ("destroy_rerun_state_machine",)),
-        ("megatron_muon.mcore.load_check.models", ("forget",)),
+        ("megatron_muon.mcore.checkpoint.seal", ("seal_from_now_on",)),
         # else some ranks keep hooks
         ("megatron_muon.mcore.wiring.install", ("uninstall",)),
     ):

@@ -483,8 +483,8 @@ def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_i
         {"megatron_muon": record(Numerics(keeps, "cpu"))}, Numerics(whole, "cpu")
     )
     assert "saved with" in capsys.readouterr().out
-    read_by_adamw = config_of(saved["megatron_muon"]["settings"])
-    assert schedule(read_by_adamw.ns_coefficients, steps, "bf16") == before
+    # AdamW, which reads it, too, takes over no coefficients
+    assert config_of(saved["megatron_muon"]["settings"]) == MuonConfig()
 
 
 def test_a_changed_copy_knows_which_settings_were_passed() -> None:

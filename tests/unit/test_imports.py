@@ -46,7 +46,7 @@ MCORE_TIERS = (
     ("host", "seams"),
     ("routing",),
     ("checkpoint", "qk_clip"),
-    ("load_check", "watching"),
+    ("watching",),
     ("wiring",),
 )
 
@@ -65,7 +65,7 @@ WITHOUT_TORCH |= {"orthogonalize.iteration", "orthogonalize.numerics"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {
-    f"mcore.load_check.{name}" for name in ("checksum", "digest", "files")
+    f"mcore.checkpoint.{name}" for name in ("archives", "files", "manifest", "matrices")
 }
 
 

@@ -27,7 +27,7 @@ from megatron_muon.lab.outputs import (
     write_json,
 )
 from megatron_muon.lab.tables import show
-from megatron_muon.mcore.load_check.files import write_text
+from megatron_muon.mcore.checkpoint.files import write_text
 
 NAME, REPORT = "accept.json", "accept.md"
 _PROGRAM = "megatron-muon accept"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_muon.lab.curves.lead import Curve, curve
 from megatron_muon.lab.outputs import CommandError
-from megatron_muon.mcore.load_check.files import open_regular
+from megatron_muon.mcore.checkpoint.files import open_regular
 
 KINDS = ("train", "validation", "other")  # other: text from elsewhere
 MOST = 1 << 28  # bytes of a file

@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING
 from megatron_muon.console import printable
 from megatron_muon.lab.outputs import parser_of
 from megatron_muon.lab.tables import listed, print_lines, wrapped
+from megatron_muon.mcore.checkpoint.matrices import in_words
 
 if TYPE_CHECKING:
     from megatron_muon.lab.inspect.report import Report
 
 _DESCRIPTION = """\
-Print what wrote a checkpoint, its parameters with their optimizer, and whether
-it is complete: its digest, held against the sizes of its files, with --hash
-against every byte. No GPU and no process group are needed. Nothing is
+Print what wrote a checkpoint, the matrices that Muon had, and whether it is
+complete: its digest, held against the sizes of its files, with --hash against
+every byte. No GPU and no process group are needed. Nothing is
 unpickled, so no name in a file chooses code that runs."""
 
 _STATUS = """\
 exit status:
-  0  complete, by its digest
-  1  not complete, damaged or without a digest: the last lines say why
+  0  complete, by its digest; or without a digest, and then nothing is checked
+  1  not complete, or damaged: the last lines say why
   2  wrong arguments; or no checkpoint there, or several and no tracker file
   3  this command itself failed"""
 
@@ -66,14 +67,15 @@ def main(argv: Sequence[str]) -> int:
 def as_text(report: Report) -> str:
     """The report as text: facts, parameters, and the verdict."""
     facts = [(name, _one_line(fact)) for name, fact in report.facts.items()]
-    cells = [("parameter", "shape", "optimizer")]
-    for name, entry in report.parameters.items():
-        shape = " x ".join(map(str, entry["shape"]))
-        cells.append((_one_line(name), shape, _one_line(entry["optimizer"])))
+    cells = [("weight", "Muon's matrices in it")]
+    for name, matrices in report.matrices.items():
+        cells.append((_one_line(name), in_words(matrices)))
     verdict: list[str] = []
     for fault in report.faults:
         verdict += wrapped(f"not complete: {_one_line(fault)}")
-    blocks = [listed(facts), listed(cells) if report.parameters else []]
+    if not report.has_digest:
+        verdict = ["no digest: AdamW's, or saved without"]
+    blocks = [listed(facts), listed(cells) if report.matrices else []]
     blocks.append(verdict or ["complete"])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 

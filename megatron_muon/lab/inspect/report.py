@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.mcore.checkpoint import manifest
 from megatron_muon.mcore.checkpoint.interop.saved import METADATA
-from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.megatron_lm import tracker
 
 
@@ -18,9 +17,10 @@ class Report:
     """A checkpoint's contents and faults."""
 
     facts: dict[str, str]  # facts by name, such as iteration, in the order of printing
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
-    # why it is not known to be complete
-    faults: list[str] = field(default_factory=list)
+    # Muon's matrices by weight: how many, by "ROWS x COLS"
+    matrices: dict[str, dict[str, int]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)  # why it is not complete
+    has_digest: bool = True
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
@@ -37,10 +37,10 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
         raise FileNotFoundError(f"{path} is no folder")
     try:
         folder = _located(path)
-        kept = digest.complete(folder)
+        kept = manifest.complete(folder)
     except ValueError as error:  # a DigestError, too
         return Report({"checkpoint": str(path)}, faults=[str(error)])
-    number = digest.iteration_of(folder.name)
+    number = manifest.iteration_of(folder.name)
     facts = {
         "checkpoint": str(folder),
         "iteration": "not known" if number is None else str(number),
@@ -52,16 +52,18 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
                 f"{folder} has no checkpoint in it, and no {tracker.NAME}: give the "
                 "folder of one iteration"
             )
-        return Report(
-            facts, faults=[f"there is no {digest.FILE_NAME} that lists its files"]
-        )
-    files, how = kept["files"], checksum if hashes else None
-    faults = (digest.fault(folder, name, entry, how) for name, entry in files.items())
+        return Report(facts, has_digest=False)
+    files = kept["files"]
+    faults = [
+        manifest.fault(folder, name, entry, hashes=hashes)
+        for name, entry in files.items()
+    ]
+    record = kept["record"] or {"settings": {}}
     facts["written by"] = ", ".join(
         f"{name} {value}" for name, value in kept["wrote"].items()
     )
     facts["settings"] = ", ".join(
-        f"{name} {_plain(v)}" for name, v in kept["settings"].items()
+        f"{name} {_plain(v)}" for name, v in record["settings"].items()
     )
     facts["bytes"] = (
         f"{sum(entry['size'] for entry in files.values()):,} in {len(files)} files"
@@ -70,10 +72,8 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     def natural(name: str) -> str:  # a key that puts layer 10 after layer 9
         return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
 
-    rows = {
-        name: kept["parameters"][name]
-        for name in sorted(kept["parameters"], key=natural)
-    }
+    matrices = record.get("matrices", {})
+    rows = {name: matrices[name] for name in sorted(matrices, key=natural)}
     return Report(facts, rows, [fault for fault in faults if fault])
 
 

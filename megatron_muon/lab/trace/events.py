@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_muon.lab.json_text import parsed
 from megatron_muon.lab.outputs import CommandError
-from megatron_muon.mcore.load_check.files import open_regular
+from megatron_muon.mcore.checkpoint.files import open_regular
 
 MOST = 1 << 31  # bytes of a trace's text, which takes about seven times as much memory
 # Objects and lists in it. Empty ones take 24 times the memory of their text. A real

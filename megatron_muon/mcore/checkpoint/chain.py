@@ -70,6 +70,13 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     half_stepped = False  # a step has changed state, and ended in an error
     is_converting = False  # a load is complete at the end of a context, not of a call
 
+    @property
+    def record(self) -> Any:
+        """The record of Muon in a checkpoint; None where nothing of it is on this
+        rank.
+        """
+        return next((part.record for part in parts_of(self)), None)
+
     def require_whole(self) -> None:
         """Raise a RuntimeError if this rank has stopped within a step or a load."""
         if self.half_stepped:

@@ -63,6 +63,11 @@ class MuonCheckpoint(ShardedState):
     # of this rank, between check and scatter
     _to_scatter: tuple[StateDict | None] | None = None
 
+    @property
+    def record(self) -> StateDict:
+        """The record of Muon in a checkpoint."""
+        return record(self._numerics, self.matrices)
+
     def state_dict(self) -> StateDict:
         """Megatron's state dict, without parameters' state, plus the record of Muon's
         settings.
@@ -75,7 +80,7 @@ class MuonCheckpoint(ShardedState):
                 del group[key]
         # AdamW's checkpoint, which Megatron is to read, has no record
         if self.from_adamw is None:
-            state[RECORD] = record(self._numerics)
+            state[RECORD] = self.record
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -86,8 +91,8 @@ class MuonCheckpoint(ShardedState):
         ``scatter``.
         """
         self._to_scatter = None
-        if self.from_adamw is None:
-            check_record(state_dict, self._numerics)
+        if self.from_adamw is None and not self.drops_momentum:
+            check_record(state_dict, self._numerics, self.matrices)
         homes = self._home_states
         for key, home in homes.items():
             if state_dict.get(key):

@@ -14,13 +14,17 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
 from megatron_muon.mcore.checkpoint.buffers import CHOICES, FORMAT, RECORD
+from megatron_muon.mcore.checkpoint.matrices import (
+    Table,
+    require_record,
+    require_same_matrices,
+)
 from megatron_muon.mcore.routing.param_routing import GROUP_SETTINGS, LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.settings import left
 from megatron_muon.settings.coefficients import REMOVED, as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
-from megatron_muon.settings.rules import is_name
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]  # of a record, by the names of MuonConfig's fields
@@ -60,14 +64,23 @@ _CHANGED = {
 }
 
 
-def record(numerics: Numerics) -> Group:
-    """The record of Muon's settings that is saved, the same on every rank."""
-    return {"format": FORMAT, "choices": CHOICES, "settings": _resolved(numerics)}
+def record(numerics: Numerics, matrices: Table | None = None) -> Group:
+    """The record of Muon's settings and matrices that is saved, the same on every
+    rank.
+    """
+    return {
+        "format": FORMAT,
+        "choices": CHOICES,
+        "settings": _resolved(numerics),
+        "matrices": matrices,
+    }
 
 
-def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
-    """Refuse a state dict that is not Muon's; print on rank 0 which settings have
-    changed.
+def check_record(
+    saved: Mapping[str, Any], numerics: Numerics, matrices: Table | None = None
+) -> None:
+    """Refuse a state dict that is not Muon's, or of other matrices; print on rank 0
+    which settings have changed.
     """
     recorded = saved.get(RECORD)
     if recorded is None:
@@ -76,12 +89,15 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
             f"(it has no {RECORD!r} in it): load the model alone (in Megatron-LM "
             "--no-load-optim or --finetune), or choose the optimizer that saved it"
         )
-    if recorded.get("format") != FORMAT:
+    format = recorded.get("format") if isinstance(recorded, Mapping) else recorded
+    if not isinstance(recorded, Mapping) or format != FORMAT:
         raise ValueError(
             "the checkpoint's optimizer state is of format "
-            f"{recorded.get('format')!r}, this megatron_muon reads {FORMAT}: use the "
-            "megatron_muon that saved it"
+            f"{format!r}, this megatron_muon reads {FORMAT}: use the megatron_muon "
+            "that saved it"
         )
+    require_record(recorded)
+    require_same_matrices(recorded, record(numerics, matrices), "the checkpoint")
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_resolved(Numerics(default, numerics.device)), **recorded["settings"]}
@@ -90,9 +106,16 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     coefficients = then["ns_coefficients"]  # perhaps numbers, or a removed set's name
     if isinstance(coefficients, str):
         coefficients = REMOVED.get(coefficients, coefficients)
-    then["ns_coefficients"] = canonical(coefficients)
+    try:
+        then["ns_coefficients"] = canonical(coefficients)
+        used = _as_run(then)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise ValueError(
+            f"the record of Muon's settings is damaged: {named('ns_coefficients')} is "
+            f"{coefficients!r}, {named('ns_steps')} {then['ns_steps']!r}"
+        ) from None
     _refuse_set_cut_short(then, now)
-    then = _as_run(then)
+    then = used
     unknown = "nothing: this megatron_muon has no such setting"
     for name in sorted((then.keys() | now.keys()) - set(_OTHERS)):
         before = then.get(name, unknown)
@@ -119,11 +142,11 @@ def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
 
 
 def config_of(settings: Settings) -> MuonConfig:
-    """The settings of a record; a rule that nobody has registered here is Muon's."""
-    settings = _as_run(settings)
-    if not is_name(settings.get("rule", "muon")):
-        settings["rule"] = "muon"
-    return MuonConfig(**settings)
+    """The settings of a record that say which weights were Muon's; the others, which
+    may have left since, are the defaults.
+    """
+    routing = ("muon_include", "muon_exclude")
+    return MuonConfig(**{name: settings[name] for name in routing if name in settings})
 
 
 def _as_run(settings: Settings) -> Group:

@@ -24,6 +24,7 @@ from megatron_muon.mcore.checkpoint.buffers import (
     gathered_spans,
     home_key,
 )
+from megatron_muon.mcore.checkpoint.matrices import Table
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
@@ -50,6 +51,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     ep_rank: int = 0  # for the names of experts
     local_experts: int = 0
     routes: Sequence[Route]  # of all parameters of this rank's model that train
+    # of the run, the same on all ranks; None where AdamW reads Muon's checkpoint
+    matrices: Table | None = None
     # the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
     # switch.reading_adamw. None: the checkpoint is of this package's Muon.
     from_adamw: FromAdamW | None = None
@@ -127,8 +130,11 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         """What the rule keeps at homes, by its key on disk; empty where it has
         none.
         """
-        state = None if self.muon is None else self.muon.rule.home_state
-        return {} if state is None else {home_key(self._numerics.config.rule): state}
+        # AdamW that reads Muon's checkpoint has no rule
+        rule = getattr(self.muon, "rule", None)
+        if rule is None or rule.home_state is None:
+            return {}
+        return {home_key(self._numerics.config.rule): rule.home_state}
 
     @property
     def _numerics(self) -> Numerics:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import say
+from megatron_muon.mcore.checkpoint.matrices import matrices_of_routes
 from megatron_muon.mcore.host import process_groups
 from megatron_muon.mcore.host.process_groups import Stage, local_experts
 from megatron_muon.mcore.host.shards import device_of, owned_shards, states_of
 from megatron_muon.mcore.host.states import init_state_of
-from megatron_muon.mcore.load_check.models import remember
 from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
 from megatron_muon.mcore.wiring.buffers.placement import (
@@ -108,8 +108,13 @@ def make_muons(
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     routes = together(lambda: _routed(model_chunks, numerics, stage), None, device)
+    mine = matrices_of_routes(routes, stage.sizes.ep) if stage.speaks else {}
+    matrices: dict[str, Any] = {}
+    for theirs in collectives.all_gather_json(mine, None):
+        matrices |= theirs
     for part in parts:
         part.routes = routes
+        part.matrices = matrices
     trained = _with_muons(parts, numerics, stage)
     names = {
         describe.MISCOUNTED: count_once(parts, stage),
@@ -139,7 +144,6 @@ def make_muons(
         optimizer.radii = RunRadii(parts, config, optimizer.voters, device)
         for part in parts:
             part.radii = optimizer.radii
-    remember(model_chunks, config, stage)
     for line in lines if dist.get_rank() == 0 else ():
         say(line)
 

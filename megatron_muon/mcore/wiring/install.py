@@ -166,6 +166,9 @@ def _built(
             stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
         optimizer = original(*call.args, **call.kwargs)
     make_muons(optimizer, model_chunks, settings, call.arguments.get("pg_collection"))
+    from megatron_muon.mcore.checkpoint.seal import seal_from_now_on  # for Muon only
+
+    seal_from_now_on(settings)
     return optimizer
 
 
@@ -296,8 +299,8 @@ _WRAPPERS: dict[str, Function] = {
     "OptimizerConfig.__post_init__": _check_config,
     "DistributedDataParallel.__init__": _build_ddp,
     "clip_qk": _of("megatron_muon.mcore.qk_clip.attach", "clip_qk"),
-    "save": _of("megatron_muon.mcore.load_check.save", "save"),
-    "load": _of("megatron_muon.mcore.load_check.save", "load"),
+    "save": _of("megatron_muon.mcore.checkpoint.seal", "save"),
+    "load": _of("megatron_muon.mcore.checkpoint.seal", "load"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.checkpoint import manifest
 from support.megatron_lm.scripts import (
     CHECKOUT,
     MUON,
@@ -46,7 +46,7 @@ def complete(folder: Path) -> list[int]:
     return [
         int(x.name[5:])
         for x in sorted(folder.glob("iter_*"))
-        if digest.says_complete(x)
+        if manifest.says_complete(x)
     ]
 
 
@@ -60,7 +60,7 @@ def test_an_asynchronous_save_is_sealed_and_resumes(
     # second
     assert {n: steps(again)[n] for n in (4, 6)} == {n: steps(text)[n] for n in (4, 6)}
     loads = set(lines_at_start(again)) - set(lines_at_start(text))
-    assert 1 <= len(loads) <= 3 and any("digest checked" in line for line in loads)
+    assert 1 <= len(loads) <= 3 and any("files checked" in line for line in loads)
 
 
 def test_a_persistent_worker_saves_on_a_cpu(

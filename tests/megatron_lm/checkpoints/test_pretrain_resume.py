@@ -188,7 +188,7 @@ def test_the_first_step_after_a_load_has_the_rates_of_the_override(
     text = pretrain(1, run, muon, script=script, **PATHS)
     assert first_rates(text) == HALVED, text[-3000:]
     lines = re.findall(
-        r"iter_0000002: digest checked, momentum of 24 matrices; .*: (.*)", text
+        r"iter_0000002: files checked, momentum of 24 matrices; .*: (.*)", text
     )
     if saved_by == "muon":
         (line,) = lines

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.checksum import checksum
+from megatron_muon.mcore.checkpoint import manifest
 from support.checkpoints.saving import formats, save_new
 from support.models.gpt import Case, Topology
 from support.ranks import run
@@ -54,14 +53,16 @@ def as_megatron_lm(folder: Path) -> None:
 def seal(folder: Path, **other: Any) -> None:
     """A digest of what is there, as a save writes it."""
     files = (path for path in folder.rglob("*") if path.is_file())
-    kept = {str(p.relative_to(folder)): p for p in files if not digest.own_file(p.name)}
+    kept = {str(p.relative_to(folder)): p for p in files if not manifest.is_own(p.name)}
     said = {
         "wrote": {"megatron_muon": "9.8.7", "world_size": 2},
-        "settings": {"momentum": 0.5},
-        "parameters": {NAME: {"shape": [260, 96], "optimizer": "muon"}},
+        "record": {
+            "settings": {"momentum": 0.5},
+            "matrices": {NAME: {"260 x 96": 1}},
+        },
         "files": {
-            name: {"size": path.stat().st_size, "hash": checksum(path)}
+            name: {"size": path.stat().st_size, "hash": manifest.file_hash(path)}
             for name, path in kept.items()
         },
     }
-    digest.finish(folder, {**said, **other})
+    manifest.finish(folder, manifest.begin(folder), {**said, **other})

@@ -29,22 +29,19 @@ def save(built: Built, folder: str, format: str) -> None:
         if format != "torch":
             saving.save(built, folder, format)
             return
-        from megatron_muon.mcore.load_check.models import owner
-        from megatron_muon.mcore.load_check.save import sealing
+        from megatron_muon.mcore.checkpoint.seal import saving as sealing
 
-        files = [Path(file).name for file in saving._files(folder)]
-        with sealing(owner(built.chunks), Path(folder), files):
+        with sealing(built.optimizer.record, Path(folder)):
             saving.save(built, folder, format)  # ends with a barrier
 
 
 def load(built: Built, folder: str, format: str) -> None:
     """As Megatron-LM does with the plugin."""
-    from megatron_muon.mcore.load_check.check import check
-    from megatron_muon.mcore.load_check.models import owner
+    from megatron_muon.mcore.checkpoint.seal import check
 
     with plugin(built):
         if format == "torch":
-            check(owner(built.chunks), folder, exact=True)
+            check(folder, built.optimizer.record)
         saving.load(built, folder, format)
 
 

@@ -166,6 +166,7 @@ def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
             (collectives, "split_world", instance),
             # of the world
             (collectives, "all_gather_numbers", lambda own, *_: [own] * ranks.world),
+            (collectives, "all_gather_json", lambda own, *_: [own] * ranks.world),
         ):
             stack.enter_context(replaced(owner, **{name: value}))
         yield

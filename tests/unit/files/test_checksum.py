@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_muon.mcore.load_check.checksum import checksum
+from megatron_muon.mcore.checkpoint.manifest import file_hash
 
 
 def hashed(folder: Path, content: bytes) -> str:
     (folder / "file").write_bytes(content)
-    return checksum(folder / "file")
+    return file_hash(folder / "file")
 
 
 def archives(*tensors: torch.Tensor) -> bytes:
@@ -45,20 +45,20 @@ def test_the_checksum_is_the_same_everywhere(tmp_path: Path) -> None:
             whole.update(before + zlib.crc32(raw).to_bytes(4, "little"))
     whole.update(plain)
     assert hashed(tmp_path, SHARD) == f"crc32+blake2b:{whole.hexdigest()}"
-    assert checksum(tmp_path / "file", written=True) == checksum(tmp_path / "file")
+    assert file_hash(tmp_path / "file", written=True) == file_hash(tmp_path / "file")
 
 
 def test_after_a_save_large_records_are_not_read_again(tmp_path: Path) -> None:
     """Nor is what has happened to them by then: what torch wrote is what counts."""
     (tmp_path / "file").write_bytes(SHARD)
-    right = checksum(tmp_path / "file", written=True)
+    right = file_hash(tmp_path / "file", written=True)
     at = SHARD.index(NUMBERS[3].numpy().tobytes())
     changed = SHARD[: at + 999] + b"?" + SHARD[at + 1000 :]
     (tmp_path / "file").write_bytes(changed)
     assert (
-        checksum(tmp_path / "file", written=True)
+        file_hash(tmp_path / "file", written=True)
         == right
-        != checksum(tmp_path / "file")
+        != file_hash(tmp_path / "file")
     )
 
 

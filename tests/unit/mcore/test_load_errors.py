@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.mcore.load_check.save import _explained
+from megatron_muon.mcore.checkpoint.absent import explained
 
 STATE = "optimizer.distributed.dp_group_idx_0.megatron_muon.muon_momentum.a.weight"
 WHOLE = "chained_0.optimizer.state.muon_momentum.a.weight"
@@ -31,5 +31,5 @@ WHOLE = "chained_0.optimizer.state.muon_momentum.a.weight"
     ],
 )
 def test_only_a_key_that_is_missing_is_explained(text: str, said: str) -> None:
-    with pytest.raises((ValueError, OSError), match=said), _explained("iter_0000001"):
+    with pytest.raises((ValueError, OSError), match=said), explained("iter_0000001"):
         raise OSError(text)

@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.checksum import checksum
+from megatron_muon.mcore.checkpoint import manifest
 from support.checkpoints import saving
 from support.checkpoints.saving import formats, save_new
 from support.checkpoints.sealing import (
@@ -26,7 +25,14 @@ from support.checkpoints.sealing import (
     saved,
 )
 from support.installed import installed
-from support.models.gpt import Case, Topology, printed_by, start, take_step
+from support.models.gpt import (
+    Case,
+    Topology,
+    muon_weights,
+    printed_by,
+    start,
+    take_step,
+)
 from support.ranks import RankError, run
 
 CASE = Case(steps=2)
@@ -51,23 +57,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) -> None:
-    kept = digest.read(checkpoint(format))
+    kept = manifest.read(checkpoint(format))
     assert kept is not None and kept["complete"]
-    assert {entry["optimizer"] for entry in kept["parameters"].values()} == {
-        "muon",
-        "adamw",
-    }
-    qkv = kept["parameters"]["decoder.layers.1.self_attention.linear_qkv.weight"]
-    assert qkv == {"shape": [160, 96], "optimizer": "muon"}
+    matrices = kept["record"]["matrices"]
+    assert matrices.keys() == muon_weights(CASE)
+    qkv = matrices["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert qkv == {"96 x 96": 1, "32 x 96": 2}
+    assert kept["record"]["settings"]["rule"] == "muon"
     files = {
         str(path.relative_to(checkpoint(format))): path
         for path in checkpoint(format).rglob("*")
-        if path.is_file() and path.name != digest.FILE_NAME
+        if path.is_file() and path.name != manifest.FILE_NAME
     }
     assert kept["files"].keys() == files.keys()
     for name, path in files.items():
         assert kept["files"][name]["size"] == path.stat().st_size
-        assert kept["files"][name]["hash"] == checksum(path)
+        assert kept["files"][name]["hash"] == manifest.file_hash(path)
     for result in run(loaded, 2, CASE, DP, format, str(checkpoint(format))):
         assert result["error"] is None
 
@@ -104,7 +109,7 @@ def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000007"
     shutil.copytree(checkpoint(FORMATS[0]), folder)
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "iter_0000005")
-    digest.begin(folder, {})
+    manifest.begin(folder)
     for errors in run(errors_of_loads, 2, CASE, DP, FORMATS[0], [str(folder)]):
         assert re.search(
             r"iter_0000007 is not complete: .* --ckpt-step 5 loads it", errors[0]
@@ -112,12 +117,13 @@ def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
 
 
 OTHER_MODELS = {
-    "layers": (replace(CASE, layers=4), r"was saved by a different model"),
+    "layers": (replace(CASE, layers=4), "nothing in decoder.layers.2"),
     "gated": (
         replace(CASE, gated=True),
-        r"different model: .*linear_fc1.weight: shape \(260, 96\) in the checkpoint",
+        "1 of 260 x 96 in decoder.layers.0.mlp.linear_fc1.weight and has "
+        "1 of 520 x 96 in this run",
     ),
-    "experts": (replace(CASE, moe=True), r"different model: it has no .*experts"),
+    "experts": (replace(CASE, moe=True), "nothing in decoder.layers.0.mlp.experts"),
 }
 
 
@@ -136,23 +142,25 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
     """Both ways, on every rank, before anything is read."""
     few = replace(CASE, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
     run(saved, 2, few, DP, format, str(tmp_path))
-    weight = r"decoder.layers.0.mlp.linear_fc1.weight was "
+    weight = "decoder.layers.0.mlp.linear_fc1.weight"
     ways = (
         (
             few,
             checkpoint(format),
-            "Muon's and is AdamW's in this run; 1 more .* had neither. To",
+            "1 of 260 x 96 in {} and has nothing in this run .1 more .* had neither. To",
         ),
         (
             CASE,
             tmp_path,
-            r"AdamW's and is Muon's .* had --muon-exclude '\*\.linear_fc1\.weight'\. ",
+            r"nothing in {} and has 1 of .* had --muon-exclude '\*\.linear_fc1\.weight'\. ",
         ),
     )
     for case, folder, said in ways:
         for errors in run(errors_of_loads, 2, case, DP, format, [str(folder)]):
             text = errors[0] or ""
-            assert re.search(f"another routing: {weight}{said}", text), text
+            assert re.search(
+                f"another routing: Muon had {said.format(weight)}", text
+            ), text
             assert (
                 "muon_exclude (--muon-exclude) as at the save" in text
                 and "TP, PP" not in text
@@ -179,7 +187,7 @@ def _loads_without(
 
 def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
     run(save_new, 2, CASE, DP, FORMATS[0], str(tmp_path))  # the hooks are not in place
-    assert digest.read(tmp_path) is None
+    assert manifest.read(tmp_path) is None
     printed = []
     for error, text in run(_loads_without, 2, CASE, DP, FORMATS[0], str(tmp_path)):
         assert error is None
@@ -190,10 +198,10 @@ def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
 def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
     off = replace(CASE, muon=(("checkpoint_digest", False),))
     run(saved, 2, off, DP, FORMATS[0], str(tmp_path))
-    assert digest.read(tmp_path) is None
+    assert manifest.read(tmp_path) is None
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "damaged")
-    content = json.loads((tmp_path / "damaged" / digest.FILE_NAME).read_text())
-    (tmp_path / "damaged" / digest.FILE_NAME).write_text(
+    content = json.loads((tmp_path / "damaged" / manifest.FILE_NAME).read_text())
+    (tmp_path / "damaged" / manifest.FILE_NAME).write_text(
         json.dumps(content | {"format": 7})
     )
     (error, text), _ = run(
@@ -207,7 +215,7 @@ def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
     """A rank that stops in the middle leaves a folder that is refused."""
     with pytest.raises(RankError, match="here it stops"):
         run(_stops_in_a_save, 2, CASE, DP, FORMATS[0], str(tmp_path))
-    interrupted = digest.read(tmp_path)
+    interrupted = manifest.read(tmp_path)
     assert interrupted is not None and not interrupted["complete"]
 
 
@@ -224,21 +232,14 @@ def _meets_another_save(
     case: Case, topology: Topology, format: str, folder: str
 ) -> str:
     """Another save marks the folder after this one has written, before it is sealed."""
-    import torch.distributed as dist
+    finish = manifest.finish
 
-    from megatron_muon.mcore.load_check.save import Saving
-
-    part, store = Saving._part, dist.distributed_c10d._get_default_store()
-
-    def meets(self: Saving, *args: Any) -> Any:
-        if dist.get_rank() == 0:
-            digest.begin(Path(folder), {}, {"id": "other", "host": "elsewhere"})
-            store.set("marked", "")
-        store.wait(["marked"])
-        return part(self, *args)
+    def meets(*args: Any) -> None:
+        manifest.begin(Path(folder))
+        finish(*args)
 
     with (
-        mock.patch.object(Saving, "_part", meets),
+        mock.patch.object(manifest, "finish", meets),
         pytest.raises(RuntimeError) as caught,
     ):
         saved(case, topology, format, folder)
@@ -250,13 +251,11 @@ def test_what_two_saves_wrote_is_not_sealed_by_either(
     format: str, tmp_path: Path
 ) -> None:
     for error in run(_meets_another_save, 2, CASE, DP, format, str(tmp_path)):
-        assert re.search(
-            "may contain files of two saves, so it is not complete: .* elsewhere", error
-        )
-    left = digest.read(tmp_path)
+        assert "may contain files of two saves, so it is not complete" in error
+    left = manifest.read(tmp_path)
     assert left is not None and not left["complete"]
-    # so that the other refuses to seal it, too
-    assert left["save"]["host"] != "elsewhere"
+    for (error_of_load,) in run(errors_of_loads, 2, CASE, DP, format, [str(tmp_path)]):
+        assert "is not complete" in (error_of_load or "")
 
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:
@@ -267,7 +266,7 @@ def _addresses_of_an_adamw_run(folder: str) -> bool:
     take_step(built, 0)  # core 0.12 saves no state that is not there yet
     with installed():
         saving.save(built, folder, FORMATS[0])
-    return (Path(folder) / digest.FILE_NAME).exists()
+    return (Path(folder) / manifest.FILE_NAME).exists()
 
 
 def test_adamws_checkpoints_have_none(tmp_path: Path) -> None:

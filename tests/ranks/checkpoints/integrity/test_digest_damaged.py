@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.mcore.load_check import digest
-from megatron_muon.mcore.load_check.digest import DigestError
+from megatron_muon.mcore.checkpoint import manifest
+from megatron_muon.mcore.checkpoint.manifest import DigestError
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import errors_of_loads, saved
 from support.models.gpt import Case, Topology
@@ -38,8 +38,8 @@ def beside(real: Path, tmp_path: Path) -> Path:
         for path in real.iterdir():
             os.link(path, folder / path.name)
     (tmp_path / "iter_0000005").mkdir()
-    (tmp_path / "iter_0000005" / digest.FILE_NAME).write_text("{")
-    file = tmp_path / "iter_0000007" / digest.FILE_NAME
+    (tmp_path / "iter_0000005" / manifest.FILE_NAME).write_text("{")
+    file = tmp_path / "iter_0000007" / manifest.FILE_NAME
     text = file.read_bytes()
     file.unlink()  # a link no more
     file.write_bytes(text)
@@ -51,10 +51,10 @@ WAY_OUT = "The last complete one beside it is 4: --ckpt-step 4 loads it"
 
 def refused(file: Path, message: str) -> None:
     with pytest.raises(DigestError, match=message) as caught:
-        digest.read(file.parent)
+        manifest.read(file.parent)
     assert WAY_OUT in str(caught.value)
-    assert not digest.says_complete(file.parent)
-    assert digest.last_complete(file.parent.parent, 2) == 4
+    assert not manifest.says_complete(file.parent)
+    assert manifest.last_complete(file.parent.parent, 2) == 4
 
 
 NESTED = (
@@ -113,11 +113,11 @@ def test_files_that_adamw_has_overwritten_are_named(
         content = path.read_bytes()
         path.unlink()
         path.write_bytes(content)
-    assert digest.says_complete(folder)
+    assert manifest.says_complete(folder)
     run(_overwritten_by_adamw, 2, str(folder))
-    said = digest.read(folder)
+    said = manifest.read(folder)
     assert said is not None and said["complete"]
-    assert not digest.says_complete(folder)  # as the sizes are others
+    assert not manifest.says_complete(folder)  # as the sizes are others
     pattern = r"if a run without the plugin has saved over this folder, remove its megatron_muon"
     for (error,) in run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)]):
         assert re.search(pattern, error or ""), error

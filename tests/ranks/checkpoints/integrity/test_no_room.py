@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.checkpoint import manifest
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import loaded, save
 from support.models.gpt import Case, Topology, start, take_step
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_on_one_rank(
     errors = run(_saved_twice, 2, format, str(first), str(second), failing, full_disk)
     assert "no error" not in errors
     assert any(said in error for said in FULL for error in errors), errors
-    said = digest.read(second)
+    said = manifest.read(second)
     assert said is None or not said["complete"]
     assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [
         None,
