@@ -193,7 +193,7 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
     )
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
-    return reading(optimizer, Saved.of(folder).record()["settings"])
+    return reading(optimizer, Saved.of(folder).settings())
 
 
 def meter(optimizer: Any) -> Meter:

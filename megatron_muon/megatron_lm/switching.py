@@ -60,11 +60,11 @@ def from_other(
         say(f"[megatron_muon] {folder} is {_CONVERSIONS[how]}{theirs}")
     with ExitStack() as reading:
         if how == "muon's":
-            settings = together(lambda: saved.record()["settings"], None, device)
+            settings = together(saved.settings, None, device)
             reading.enter_context(adamw_after_muon.reading_muon(optimizer, settings))
         elif how == "after muon":
             former = together(
-                lambda: saved.record(adamw_after_muon.YOUNG)["former"], None, device
+                lambda: saved.settings(adamw_after_muon.YOUNG, "former"), None, device
             )
             adamw_after_muon.go_on_after_muon(optimizer, former)
         elif how == "megatron's":

@@ -4,6 +4,9 @@ it.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import os
 import pickle
 from pathlib import Path
@@ -20,7 +23,10 @@ from megatron_muon.mcore.checkpoint.interop.foreign import (
     is_megatrons,
     states_of,
 )
-from megatron_muon.mcore.checkpoint.interop.saved import Saved
+from megatron_muon.mcore.checkpoint.interop.saved import _KNOWN, Saved
+from megatron_muon.mcore.checkpoint.matrices import require_record
+from megatron_muon.mcore.checkpoint.param_groups import check_record, config_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import MuonConfig
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -184,3 +190,103 @@ def test_no_name_in_a_file_chooses_code_that_runs(name: str, tmp_path: Path) -> 
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no checkpoint in it"):
         Saved.of(tmp_path)
+
+
+# class, None, {"owned": 1}, of which BUILD takes the dict as attributes
+SETS_ATTRIBUTE = b"N}X\x05\x00\x00\x00ownedK\x01s\x86b."
+CLASSES = [
+    (module, name)
+    for module, names in _KNOWN.items()
+    for name in names
+    if isinstance(getattr(importlib.import_module(module), name), type)
+]
+
+
+@pytest.mark.parametrize(("module", "name"), CLASSES, ids=str)
+def test_no_file_sets_an_attribute_of_a_class(
+    module: str, name: str, tmp_path: Path
+) -> None:
+    """By BUILD, which pickle runs on whatever lies on its stack."""
+    found = getattr(importlib.import_module(module), name)
+    data = b"\x80\x04c" + f"{module}\n{name}\n".encode() + SETS_ATTRIBUTE
+    (tmp_path / ".metadata").write_bytes(data)
+    try:
+        with pytest.raises(ValueError, match="cannot be read"):
+            Saved.of(tmp_path)
+        assert not hasattr(found, "owned")
+    finally:
+        with contextlib.suppress(AttributeError, TypeError):
+            del found.owned
+
+
+ODD: list[Any] = [5, None, "text", [1], {1: 2}, object]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("key", ["state_dict_metadata", "storage_data"])
+def test_metadata_of_odd_types_are_named(key: str, odd: Any, tmp_path: Path) -> None:
+    save(
+        {"common_state/shard_0_1": io.BytesIO()},
+        storage_writer=FileSystemWriter(tmp_path),
+    )
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    setattr(metadata, key, odd)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"cannot be read: |has no"):
+        _ = Saved.of(tmp_path).keys, Saved.of(tmp_path).record()
+
+
+@pytest.mark.parametrize("odd", [5, "text", [1], {1: 2}, {}, object], ids=str)
+def test_a_record_of_odd_types_is_named(odd: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mp_rank_00"
+    folder.mkdir()
+    state = {"optimizer": {"param_groups": []}, "megatron_muon": odd}
+    torch.save({"optimizer": state}, folder / "model_optim_rng.pt")
+    with pytest.raises(ValueError, match=r"record .*is damaged"):
+        require_record(Saved.of(tmp_path).record())
+    saved = {"megatron_muon": odd}
+    with pytest.raises(ValueError, match=r"is damaged|is of format"):
+        check_record(saved, Numerics(MuonConfig(), "cpu"), None)
+
+
+@pytest.mark.parametrize("odd", [5, "text", [5], ["text"], {1: 2}], ids=str)
+def test_groups_of_odd_types_are_named(odd: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mp_rank_00"
+    folder.mkdir()
+    state = {"optimizer": {"param_groups": odd}}
+    torch.save({"optimizer": state}, folder / "model_optim_rng.pt")
+    with pytest.raises(ValueError, match=r"model_optim_rng\.pt cannot be read"):
+        Saved.of(tmp_path)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"ns_coefficients": 5},
+    {"ns_coefficients": [["a"]]},
+    {"ns_steps": "five"},
+    {"ns_steps": None},
+    {"muon_include": 5},
+    {"muon_exclude": [5]},
+]
+
+
+@pytest.mark.parametrize("odd", SETTINGS, ids=str)
+def test_settings_of_odd_types_are_named(odd: dict[str, Any]) -> None:
+    """Where AdamW takes them over, and where Muon compares."""
+    (name,) = odd
+    if name.startswith("muon_"):
+        with pytest.raises((ValueError, TypeError), match=name):
+            config_of(odd)
+    saved = {"megatron_muon": {"format": 1, "settings": odd, "matrices": {}}}
+    with pytest.raises(ValueError, match=name):
+        check_record(
+            saved,
+            Numerics(MuonConfig(), "cpu"),
+            {"w": {"1 x 1": 1}} if name.startswith("muon_") else {},
+        )
+
+
+def test_settings_that_have_left_do_not_stop_adamw() -> None:
+    """Only the patterns say which weights were Muon's."""
+    former = config_of({"rule": "gone", "no such": 1, "muon_exclude": ("*.fc1",)})
+    assert former == MuonConfig(muon_exclude=("*.fc1",))

@@ -55,9 +55,8 @@ class Saved:
             key = next(filter(_COMMON_KEY.match, saved.keys), None)
         if key is None or (folder / _COMMON_FILE).exists():
             return replace(saved, states=_states_in(folder / _COMMON_FILE))
-        return replace(
-            saved, states=foreign.states_of(saved.object(key).get("optimizer"))
-        )
+        with _naming(folder / METADATA):
+            return replace(saved, states=_states_of(saved.object(key)))
 
     @property
     def keys(self) -> list[str]:
@@ -87,14 +86,25 @@ class Saved:
         return any(key in state for state in self.states) or bool(self._objects(key))
 
     def record(self, key: str = RECORD) -> dict[str, Any]:
-        """The dict saved under a key beside the optimizer's groups; else a KeyError."""
-        beside = [state[key] for state in self.states if key in state]
-        if beside:
-            return dict(beside[0])
-        objects = self._objects(key)
-        if not objects:
+        """The dict saved under a key beside the optimizer's groups; else a KeyError.
+
+        Raises:
+            ValueError: it is no dict.
+        """
+        found = [state[key] for state in self.states if key in state]
+        found = found or [self.object(name) for name in self._objects(key)[:1]]
+        if not found:
             raise KeyError(f"{self.folder} has no {key}")
-        return dict(self.object(objects[0]))
+        if not isinstance(found[0], dict):
+            raise ValueError(f"{self.folder}: its record {key} is damaged")
+        return found[0]
+
+    def settings(self, key: str = RECORD, name: str = "settings") -> dict[str, Any]:
+        """Muon's settings in a record; ValueError where it has none."""
+        settings = self.record(key).get(name)
+        if not isinstance(settings, dict):
+            raise ValueError(f"{self.folder}: its record {key} is damaged")
+        return settings
 
     def require_plain_groups(self) -> None:
         """Refuse, by a ValueError, groups with objects of a class that is not read
@@ -112,11 +122,10 @@ class Saved:
         """The value of Megatron's ShardedObject; ValueError where its file is
         damaged.
         """
-        place = self.metadata.storage_data[MetadataIndex(key)]
-        with (
-            _naming(self.folder / place.relative_path) as path,
-            path.open("rb") as file,
-        ):
+        with _naming(self.folder / METADATA):
+            place = self.metadata.storage_data[MetadataIndex(key)]
+            where = self.folder / place.relative_path
+        with _naming(where) as path, path.open("rb") as file:
             file.seek(place.offset)
             value = _loaded(io.BytesIO(file.read(place.length)))
             if isinstance(value, io.BytesIO):
@@ -133,7 +142,18 @@ class Saved:
 
 def _states_in(file: Path) -> list[dict[Any, Any]]:
     with _naming(file):
-        return foreign.states_of(_loaded(str(file), mmap=True).get("optimizer"))
+        return _states_of(_loaded(str(file), mmap=True))
+
+
+def _states_of(common: Any) -> list[dict[Any, Any]]:
+    """The optimizers' state dicts in what is not sharded; TypeError where their groups
+    are no dicts.
+    """
+    states = foreign.states_of(common.get("optimizer"))
+    for group in foreign.groups_of(states):
+        if not isinstance(group, dict):
+            raise TypeError(f"a parameter group is no dict but {group!r}")
+    return states
 
 
 @contextmanager
@@ -182,8 +202,31 @@ class _Data(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, FunctionType):
                 return lambda *args: found(*args)  # a file may set its attributes
-            return found
+            return _closed(found) if isinstance(found, type) else found
         return type(name, (_Unknown,), {})
+
+
+class _Closed(type):
+    """The type of classes whose attributes no file can set."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets the attribute {name} of {cls.__name__}")
+
+
+def _closed(found: type) -> type:
+    """A class that makes objects of a class of Python code, and cannot be changed."""
+    if not found.__flags__ & _IS_CHANGEABLE:
+        return found
+
+    def new(_: type, *args: Any) -> Any:
+        return found(*args) if args else object.__new__(found)
+
+    # torch reads it of a storage
+    members = {"__new__": new, "dtype": torch.uint8}
+    return _Closed(found.__name__, (), members)
+
+
+_IS_CHANGEABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 # What the files of torch and Megatron need, by module.
