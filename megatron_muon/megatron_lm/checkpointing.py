@@ -132,10 +132,13 @@ _OTHER_SIZES = ": not supported for DistributedOptimizer with sharding type"
 
 def _load(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's load. Its error about another TP or PP names a flag that its save has
-    by default; ours names the one that helps.
+    by default; ours names the one that helps. That about another DP names a key.
     """
+    from megatron_muon.mcore.checkpoint.absent import explained
+
     try:
-        return original(*args, **kwargs)
+        with explained("the checkpoint", is_muons=False):
+            return original(*args, **kwargs)
     except RuntimeError as error:
         sizes, is_about_sizes, _ = str(error).partition(_OTHER_SIZES)
         if not is_about_sizes:

@@ -42,6 +42,8 @@ _STATE = (
         "sharded_state_dict), and before core 0.14 EP must stay 1 or stay above 1",
     ),
 )
+# Megatron of core 0.16 saves one of each DP rank where EP is above 1.
+_RANDOM = re.compile(r"rng_state/shard_[\d._]*\d")
 # Megatron lists all that there are
 _KEYS_THERE = re.compile(r"not in state dict: \[[^\n]*")
 
@@ -76,9 +78,9 @@ def _second_moments(node: Any) -> Iterator[tuple[dict[Any, Any], Any, str]]:
 
 
 @contextmanager
-def explained(folder: str) -> Iterator[None]:
-    """Add the way out to an error that names optimizer state which is not in the
-    checkpoint.
+def explained(folder: str, *, is_muons: bool = True) -> Iterator[None]:
+    """Add the way out to an error that names state which is not in the checkpoint: of
+    random numbers, and of the optimizer if it is Muon's.
     """
     try:
         yield
@@ -86,7 +88,15 @@ def explained(folder: str) -> Iterator[None]:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         text = _KEYS_THERE.sub("", str(error))
-        for pattern, way_out in _STATE:
+        if key := _RANDOM.search(text):
+            raise ValueError(
+                f"{folder} has no {key[0]}: with experts spread over ranks, Megatron "
+                "saved a state of random numbers for each DP rank, and this run has "
+                "another number of these. Give --no-load-rng: dropout and a router's "
+                "noise start anew from --seed; weights, optimizer state, schedule and "
+                "data go on"
+            ) from error
+        for pattern, way_out in _STATE if is_muons else ():
             if key := pattern.search(text):
                 way_out = way_out.format_map(key.groupdict())
                 text = (

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from support.megatron_lm.scripts import (
+    EXPERTS,
     HERE,
     MUON,
     PATHS,
@@ -248,3 +249,23 @@ def test_another_tp_at_a_resume_names_what_loads_there(tmp_path: Path) -> None:
         ) in text
         assert "--ckpt-fully-parallel-save" not in text
         shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_experts_at_another_dp_size_name_the_flag(
+    optimizer: str, tmp_path: Path
+) -> None:
+    """Megatron of core 0.16 saves random states by DP rank then; others save one."""
+    if version() < (0, 15):
+        pytest.skip(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        )
+    run = f"--optimizer {optimizer} --use-distributed-optimizer --bf16 {EXPERTS}"
+    run += " --lr-decay-style constant --ckpt-format torch_dist"
+    where = f"--save {tmp_path} --load {tmp_path} --save-interval 2"
+    pretrain(4, run, where, "--train-iters 2")
+    if (0, 16) <= version() < (0, 17):
+        text = pretrain(2, run, where, "--train-iters 4", fails=True)
+        assert "Give --no-load-rng: dropout and a router's noise start anew" in text
+    text = pretrain(2, run, where, "--train-iters 4 --no-load-rng")
+    assert list(steps(text)) == [3, 4]
