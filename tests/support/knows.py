@@ -30,8 +30,8 @@ PATTERNS = {
     "on the host": r"optimizer_cpu_offload|adamw_is_last|HybridOfAdamW|OfHybrid"
     r"|HostMemory|visiting\b",
     "QK-Clip": r"qk_clip|QkClip|log_max_attention_logit",
-    "block steps": r"full_period|block_steps|block_lr_mult|\.variants|block_numerics"
-    r"|in_tp_slices",
+    "block steps": r"full_period|PeriodicMuon|block_steps|block_lr_mult|\.variants"
+    r"|block_numerics|in_tp_slices",
     "manifest": r"checkpoint_digest|DigestError|[Mm]anifest|\bseal\b|file_hash",
     "early gathers": r"early_param_gather|early_gathers|EarlyGather|gathers_one_by_one",
 }
