@@ -27,7 +27,6 @@ from megatron_muon.version import __version__
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
     from megatron_muon.mcore.checkpoint.manifest import DigestError as DigestError
-    from megatron_muon.mcore.wiring.step_traces import MegatronTraces
     from megatron_muon.orthogonalize.matmul import KernelError as KernelError
     from megatron_muon.runtime.collectives import PhaseError as PhaseError
     from megatron_muon.runtime.consensus import PlanMismatchError as PlanMismatchError
@@ -52,7 +51,6 @@ __all__ = [
     "reading_megatron_muon",
     "reading_muon",
     "register_rule",
-    "step_traces",
     "uninstall",
 ]
 
@@ -228,26 +226,3 @@ def numbers(optimizer: Any) -> dict[str, float]:
     from megatron_muon.mcore.wiring.install import numbers as numbers_of
 
     return numbers_of(optimizer)
-
-
-def step_traces(steps: str, folder: str | Path) -> MegatronTraces:
-    """Traces of chosen steps by torch's profiler, of a run with any of Megatron's
-    optimizers.
-
-    Call it on every rank of the world, and put ``with traces.step(number, optimizer):``
-    around each step. After the last chosen step each rank writes ``rankN.json.gz`` into
-    the folder. Where an earlier run has left traces there, all ranks write into
-    ``run2``, ``run3``, … within it.
-
-    Args:
-        steps: the steps, ``FIRST:LAST``, both included, or one number; the first is 1.
-        folder: the folder, which is made.
-
-    Raises:
-        ValueError: ``steps`` has another form.
-        OSError: the folder cannot be made.
-    """
-    require_core()
-    from megatron_muon.mcore.wiring.step_traces import MegatronTraces
-
-    return MegatronTraces(steps, folder)

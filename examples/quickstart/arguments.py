@@ -35,6 +35,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--record-update-rms reads the fp32 main parameters, which are --bf16's"
         )
+    if args.profile and args.tensorboard_dir is None:
+        parser.error("--profile writes into --tensorboard-dir: give it, too")
     return args
 
 
@@ -144,16 +146,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="the checkpoint is the other optimizer's: what Muon's momentum starts "
         "as (AdamW's moments start at zero)",
     )
-    group.add_argument(
-        "--muon-trace-steps",
-        metavar="FIRST:LAST",
-        help="steps to trace with torch's profiler",
+    _switch(
+        group,
+        "--profile",
+        text="trace steps with torch's profiler, into --tensorboard-dir on every rank",
     )
+    group.add_argument("--profile-step-start", type=int, default=10)
     group.add_argument(
-        "--muon-trace-dir",
-        type=Path,
-        default=Path("traces"),
-        help="folder for the traces",
+        "--profile-step-end", type=int, default=12, help="the first step without"
     )
     group.add_argument(
         "--figures", type=Path, default=None, help="JSON file for curve and figures"

@@ -17,8 +17,7 @@ import socket
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -88,6 +87,7 @@ def build_optimizer(
         args.weight_decay_all_params,
         args.log_max_attention_logit,
         args.muon_qk_clip,
+        args.profile,  # traces have its marks
     )
     if args.optimizer == "muon" or any(of_adamw_too):
         megatron_muon.install(
@@ -268,14 +268,27 @@ def evaluate_all(
         progress.evaluated_other(step, loss)
 
 
-def steps_to_trace(
-    args: Namespace, optimizer: MegatronOptimizer
-) -> Callable[[int], AbstractContextManager[None]]:
-    """A context for each step, which traces those of ``--muon-trace-steps``."""
-    if args.muon_trace_steps is None:
-        return lambda step: nullcontext()
-    traces = megatron_muon.step_traces(args.muon_trace_steps, args.muon_trace_dir)
-    return lambda step: traces.step(step, optimizer)
+def profiled(args: Namespace, steps: range) -> Iterator[int]:
+    """The steps; with ``--profile`` torch's profiler traces some, as in Megatron-LM."""
+    if not args.profile:
+        yield from steps
+        return
+    schedule = torch.profiler.schedule(
+        wait=args.profile_step_start - 1,
+        warmup=1,
+        active=args.profile_step_end - args.profile_step_start,
+        repeat=1,
+    )
+    with torch.profiler.profile(
+        schedule=schedule,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(
+            str(args.tensorboard_dir), use_gzip=True
+        ),
+        record_shapes=True,
+    ) as profiler:
+        for step in steps:
+            profiler.step()
+            yield step
 
 
 def train(
@@ -287,22 +300,20 @@ def train(
     training, held_out = batches(args, corpus)
     step_seconds, optimizer_seconds = [], []
     done = load(args, model, optimizer, scheduler) if args.load else 0
-    traced = steps_to_trace(args, optimizer)
     last = args.exit_at or args.train_iters
     evaluate_all(args, held_out, model, device, progress, done)
-    for step in range(done + 1, last + 1):
+    for step in profiled(args, range(done + 1, last + 1)):
         recorded = (
             args.record_update_rms
             and step % args.log_interval == args.log_interval // 2
         )
         before = measure.main_matrices(model) if recorded else []
         began = time.perf_counter()
-        with traced(step):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            loss = run_step(training, step, model, device, True)
-            reduced = time.perf_counter()
-            updated, grad_norm, _ = optimizer.step()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = run_step(training, step, model, device, True)
+        reduced = time.perf_counter()
+        updated, grad_norm, _ = optimizer.step()
         if not updated:
             raise FloatingPointError(
                 f"Megatron skipped step {step}: gradients overflowed"

@@ -86,8 +86,8 @@ GONE: Mapping[str, str] = {
         "give --set gpus_per_node=N, and the run's own --muon-node-ranks N"
     ),
     "trace run": (
-        "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir "
-        "FOLDER"
+        "give the training command Megatron's --profile --use-pytorch-profiler "
+        "--tensorboard-dir FOLDER"
     ),
     "accept --folder": "name the folder itself: megatron-muon accept FOLDER",
     (

@@ -18,7 +18,7 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS
-from megatron_muon.megatron_lm import bucketing, checkpointing, loop
+from megatron_muon.megatron_lm import bucketing, checkpointing
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -73,7 +73,6 @@ def wrap(module_name: str, name: str, wrapper: Function) -> None:
 def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
     set_host(NO_HOST)
-    loop.forget_traces()
     _patches.undo()
 
 
@@ -122,7 +121,6 @@ def _validate_args(
     It has Megatron's branches for its own Muon: assertions up to 0.17, later a rewrite
     of ``use_distributed_optimizer``.
     """
-    loop.check_traces(args)
     is_muon = asks_for_muon(args)
     again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
     lines: list[str] = []
@@ -195,7 +193,7 @@ def _without_muon(args: Any) -> list[str]:
         # on a GPU Megatron logs logits by itself
         if written(args, name) and (name == "qk_clip" or _is_on_cpu()):
             lines.append(text)
-    if lines:
+    if lines or written(args, "use_pytorch_profiler"):  # traces have the marks
         importlib.import_module("megatron_muon.mcore.wiring.install").install(
             MuonConfig(
                 weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha
@@ -325,7 +323,7 @@ def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
     lines = agreed.run_lines(config or MuonConfig(), args.optimizer, core_version)
     for dest, value in flags.items():
         lines.append(f"--{dest.replace('_', '-')}: {value!r}")
-    asks = bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"])
+    asks = bool(config or flags["adamw_from_muon"])
 
     def device() -> Any:
         from megatron_muon.mcore.host.shards import device_of
@@ -342,7 +340,6 @@ _AGREED = (
     "muon_from_adamw",
     "adamw_from_muon",
     "no_muon_checkpoint_digest",
-    "muon_trace_steps",
     "finetune",
     "no_load_optim",
     "override_opt_param_scheduler",
@@ -365,7 +362,6 @@ _WRAPPERS: dict[str, Function] = {
     "load_checkpoint": checkpointing.load_checkpoint,
     "get_megatron_optimizer_config": _get_megatron_optimizer_config,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
-    "train_step": loop.train_step,
 }
 # Replaced in the one module only: in megatron.core, ``mcore.wiring.install`` wraps it.
 _THERE_ALONE = ("get_megatron_muon_optimizer",)

@@ -12,6 +12,8 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
 
+from megatron_muon.runtime.patches import Function
+
 Phase = Callable[[str], AbstractContextManager[None]]
 
 TIMER_LOG_LEVEL = 2  # of Megatron's --timing-log-level: a timer there waits for the GPU
@@ -27,6 +29,16 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(name)
     return _RecordFunctionFast(name)
+
+
+def marking(name: str) -> Function:
+    """A wrapper for ``Patches.wrap``, which puts a call into the range ``name``."""
+
+    def marked(original: Function, *args: Any, **kwargs: Any) -> Any:
+        with named_range(name):
+            return original(*args, **kwargs)
+
+    return marked
 
 
 def phases(config: Any = None) -> Phase:

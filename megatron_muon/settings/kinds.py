@@ -65,7 +65,6 @@ def _of_type(what: str, *types: type) -> Check:
 
 
 _switch = _of_type("True or False", bool)
-_text = _of_type("a text", str)
 _number = _of_type("a number", int, float)
 _int = _of_type("an int", int)
 
@@ -126,11 +125,6 @@ POSITIVE = Kind(
 )
 MULTIPLIER = Kind(_within(f"from 0 to {MOST:g}", lambda v: 0 <= v <= MOST), type=float)
 PATTERNS = Kind(_patterns, action="append", metavar="PATTERN", read=tuple, write=list)
-
-
-def text(metavar: str) -> Kind:
-    """Any text."""
-    return Kind(_text, metavar=metavar)
 
 
 def number(interval: str, holds: Callable[[float], bool]) -> Kind:

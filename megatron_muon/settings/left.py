@@ -22,6 +22,10 @@ FORK = {
     "--save-async-fast-checkpoint": "--async-save",
 }
 
+_PROFILE = (
+    "give Megatron's --profile --use-pytorch-profiler --profile-step-start FIRST "
+    "--profile-step-end END --profile-ranks RANK ... --tensorboard-dir FOLDER"
+)
 # Flags on Megatron-LM's command line, and those of the commands that take them.
 FLAGS: dict[str, str] = {
     "--muon-early-param-gather": "leave it out; --overlap-param-gather hides the "
@@ -38,6 +42,8 @@ FLAGS: dict[str, str] = {
     "--muon-scalar-optimizer": "leave it out; Megatron's Adam updates the parameters "
     "that Muon does not",
     "--muon-use-syrk": "leave it out; --muon-symmetric-products chooses the kernel",
+    "--muon-trace-dir": _PROFILE,
+    "--muon-trace-steps": _PROFILE,
 }
 
 # Settings of ``MuonConfig``.
@@ -50,4 +56,12 @@ FIELDS: dict[str, str] = {
 }
 
 # Public names of ``megatron_muon``.
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "step_traces": """call torch.profiler around the loop:
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=FIRST - 1, warmup=1, active=STEPS),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(FOLDER),
+        record_shapes=True,
+    ) as profiler:
+        ...  # profiler.step() before each step""",
+}

@@ -43,22 +43,6 @@ RUN_ROWS = (
         "NVIDIA's driver.",
     ),
     free_row(
-        "",
-        "--muon-trace-steps",
-        "Steps to trace with torch's profiler, with any optimizer: FIRST:LAST, both "
-        "included, or one number.",
-        kinds.text("FIRST:LAST"),
-        without="The default is none.",
-    ),
-    free_row(
-        "",
-        "--muon-trace-dir",
-        "Folder for the traces of --muon-trace-steps, with a file for each rank. "
-        "megatron-muon trace report reads it.",
-        kinds.text("FOLDER"),
-        without="The default is traces.",
-    ),
-    free_row(
         "plugin",
         "--muon-backend",
         "Implementation of --optimizer muon. plugin: megatron_muon. upstream: "
@@ -68,4 +52,4 @@ RUN_ROWS = (
 )
 FLAGS = tuple(flag for row in (*ROWS.values(), *RUN_ROWS) for flag in row.flags)
 # Arguments of the flags that a run with any optimizer may have.
-OF_ANY = ("muon_cpu", "muon_trace_steps", "muon_trace_dir")
+OF_ANY = ("muon_cpu",)

@@ -10,13 +10,14 @@ from megatron_muon.lab.tables import print_lines
 
 _DESCRIPTION = """\
 Print where the time of a training step goes on each rank: compute,
-communication by collective with bytes and bandwidth, the part of it that
-compute overlaps and the exposed rest, idle time, the optimizer's share. Several
-runs stand side by side, with ratios to the first. https://ui.perfetto.dev shows
-one rank's timeline, or several ranks' ("Open multiple trace files").
+communication by collective with bytes and bandwidth, the exposed part of it,
+idle time, the optimizer's step. Several runs stand side by side.
+https://ui.perfetto.dev shows one rank's timeline, or several ranks' ("Open
+multiple trace files").
 
 A run is a Chrome trace of torch's profiler (.json, .json.gz), or a folder with
-one for each rank: of --muon-trace-steps, or of any script over NCCL or gloo.
+one for each rank: of Megatron's --profile --use-pytorch-profiler, or of any
+script over NCCL or gloo.
 
 compute        on a GPU kernels and copies, on a CPU torch's operators
 communication  NCCL's kernels, or gloo's events; both wait for other ranks, too
@@ -24,7 +25,6 @@ exposed        communication while nothing is computed; the rest is overlapped
 idle           neither of them; on a CPU also Python between two operators
 optimizer      Megatron's optimizer step, or torch's where that is not marked
 MB, GB/s       of the whole buffer: all-gather's output, reduce-scatter's input
-bus GB/s       what a rank sends, with the factors of nccl-tests
 
 Exit status: 0; 1 where a file is no trace or cannot be written; 2 where
 arguments are wrong."""

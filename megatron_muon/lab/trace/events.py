@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import re
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ MOST = 1 << 31  # bytes of a trace's text, which takes about seven times as much
 # Objects and lists in it. Empty ones take 24 times the memory of their text. A real
 # trace of MOST bytes has about half as many.
 MOST_PARTS = 1 << 27
-_RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
 class TraceError(CommandError):
@@ -27,11 +24,16 @@ class TraceError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A trace's events, whose times are floats, and its other values."""
+    """A trace's events as they are, and its other values."""
 
-    path: Path
-    events: list[dict[str, Any]]
+    events: list[Any]
     metadata: dict[str, Any]
+
+    def rank(self) -> int | None:
+        """The rank, where torch has written it, from 0 on."""
+        world = self.metadata.get("distributedInfo")
+        rank = world.get("rank") if isinstance(world, dict) else None
+        return rank if type(rank) is int and 0 <= rank < 1 << 30 else None
 
 
 def read_trace(path: Path) -> TraceFile:
@@ -52,57 +54,22 @@ def read_trace(path: Path) -> TraceFile:
         events = metadata.pop("traceEvents", None)
         if not isinstance(events, list):
             raise ValueError("it has no traceEvents, and it is no list of events")
-        timed = [_timed(event, number) for number, event in enumerate(events)]
     except MemoryError:
         raise TraceError(
             f"{path}: it takes more memory than there is: trace fewer steps"
         ) from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TraceError(f"{path}: it is no trace that can be read: {error}") from error
-    return TraceFile(path, timed, metadata)
-
-
-def _timed(event: Any, number: int) -> dict[str, Any]:
-    if not isinstance(event, dict):
-        raise ValueError(f"event {number} is no object but {str(event)[:40]!r}")
-    for key in ("ts", "dur"):
-        value = event.get(key) if key in event or event.get("ph") == "X" else 0
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not abs(value) < 1e18
-        ):
-            raise ValueError(f"event {number}: {key} is {str(value)[:40]!r}")
-        event |= {key: float(value)} if key in event else {}
-    return event
+    return TraceFile(events, metadata)
 
 
 def files_of(path: Path) -> list[Path]:
     """A file, or a folder's ``.json`` and ``.json.gz`` files; a TraceError where there
     are none.
     """
-    if path.exists() and not path.is_dir():
-        return [path]
-    if not path.is_dir():
-        raise TraceError(f"{path}: there is no such file or folder")
-    files = sorted(
-        each for each in path.iterdir() if each.name.endswith((".json", ".json.gz"))
-    )
-    files = [each for each in files if not each.name.startswith(".")]
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
     if not files:
         raise TraceError(
             f"{path}: there is no file in it that ends in .json or .json.gz"
         )
     return files
-
-
-def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:
-    """The rank whose trace this is, by the trace, else by its file's name, else
-    ``otherwise``.
-    """
-    world = metadata.get("distributedInfo")
-    rank = world.get("rank") if isinstance(world, dict) else None
-    if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 30:
-        return rank
-    named = _RANK.search(path.name)
-    return int(named[1]) if named else otherwise

@@ -7,27 +7,34 @@ takes a collective up until the collective has ended.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_muon.console import printable
-from megatron_muon.lab.trace.collectives import COMMS, Call, call, is_nccl
+from megatron_muon.lab.trace.collectives import Call, call
 from megatron_muon.lab.trace.events import TraceError, read_trace
-from megatron_muon.lab.trace.spans import Spans
+from megatron_muon.lab.trace.spans import Interval, union
 
 STEP = "ProfilerStep#"  # torch's own mark, as schedules of torch.profiler write it
-# The recorder's mark around Megatron's whole optimizer step.
-_OPTIMIZER = "optimizer/step"
-_OPTIMIZERS = ("Optimizer.step#", "muon/", "grads/norm", "params/gather")
+OPTIMIZER = "optimizer/step"  # the plugin's mark of Megatron's whole step
+_TORCHS = "Optimizer.step#"  # of any optimizer
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _READ = (*_DEVICE, "gpu_user_annotation", "user_annotation", "cpu_op")
 # An operator of these contains another one's time, or the wait for a collective.
 _NO_WORK = ("c10d::", "autograd::", "profiler::")
 # Annotations that say nothing about what a collective is for.
-_NO_PLACE = (STEP, "Optimizer.", _OPTIMIZER, "trace/", "## ", "DistributedData")
+_NO_PLACE = (STEP, OPTIMIZER, "Optimizer.", "## ", "DistributedData", "nccl:")
+
+
+class _Mark(NamedTuple):
+    """An annotation on the host."""
+
+    name: str
+    at: Interval
+    thread: str
 
 
 class RankTrace:
@@ -35,7 +42,7 @@ class RankTrace:
 
     ``steps`` are the intervals of the steps, or of the whole trace if it ``has_marks``
     of none. ``compute`` is when something is computed, ``calls`` are the collectives.
-    ``optimizer`` is when the optimizer steps, None where nothing marks it. ``device``
+    ``optimizer`` is when the optimizer steps, empty where nothing marks it. ``device``
     is ``gpu`` if the trace has kernels, else ``cpu``.
 
     Raises:
@@ -43,145 +50,117 @@ class RankTrace:
     """
 
     def __init__(self, path: Path) -> None:
-        self.file = read_trace(path)
-        self._start, self._stop, self._has_device = math.inf, -math.inf, False
-        self._host = Spans()
-        self._device = Spans()
-        self._kernels: list[Call] = []
-        self._gloo: list[Call] = []
-        self._launches: list[Call] = []
+        trace = read_trace(path)
+        self.rank = trace.rank()
+        self._times: defaultdict[str, list[Interval]] = defaultdict(list)
+        self._calls: defaultdict[str, list[Call]] = defaultdict(list)
         self._marks: list[_Mark] = []
-        # by whether it is marked on the device, and whether the mark is around the
-        # whole step
-        optimizer: dict[tuple[bool, bool], Spans] = defaultdict(Spans)
-        for number, event in enumerate(self.file.events):
+        for number, event in enumerate(trace.events):
             try:
-                if event.get("ph") == "X":
-                    self._add(event, optimizer)
-            except (ValueError, RecursionError) as error:
+                self._add(event)
+            except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
                 raise TraceError(f"{path}: event {number}: {error}") from error
-        if self._start > self._stop:
+        whole = union(self._times["all"])
+        if not len(whole):
             raise TraceError(f"{path}: no event in it has a duration")
-        ours = self.file.metadata.get("megatron_muon")
-        self.device = "gpu" if self._has_device else "cpu"
-        self.compute = self._device if self._has_device else self._host
-        self.optimizer = optimizer[max(optimizer)] if optimizer else None
-        self.steps = [(m.start, m.stop) for m in self._marks if m.name.startswith(STEP)]
+        is_gpu = bool(self._times["gpu"] or self._calls["nccl"])
+        self.device = "gpu" if is_gpu else "cpu"
+        self.compute = union(self._times[self.device])
+        self.optimizer = union(
+            self._times[OPTIMIZER] or self._marked(OPTIMIZER) or self._marked(_TORCHS)
+        )
+        self.steps = self._marked(STEP)
         self.has_marks = bool(self.steps)
-        self.steps = sorted(self.steps) or [(self._start, self._stop)]
-        # kernels run after the host has left the step
-        if self._has_device and ours is None:
-            self.steps[-1] = (self.steps[-1][0], max(self._stop, self.steps[-1][0]))
-        _place(self._launches, self._marks)
-        self.calls = self._learned()
+        if not self.has_marks:
+            self.steps = [(whole[0], whole[-1])]
+        elif is_gpu:  # kernels run after the host has left the step
+            self.steps[-1] = (self.steps[-1][0], whole[-1])
+        self._launches = [*self._calls["c10d"], *self._calls["record_param_comms"]]
+        self._launches.sort(key=lambda launch: launch.at)
+        self._place_launches()
+        if is_gpu:
+            self.calls = self._calls["nccl"]
+            places = {launch.external: launch.place for launch in self._launches}
+            for kernel in self.calls:
+                kernel.place = places.get(kernel.external) or kernel.place
+        else:
+            self.calls = list(self._gloos_calls())
 
-    def _add(
-        self, event: dict[str, Any], optimizer: dict[tuple[bool, bool], Spans]
-    ) -> None:
+    def _marked(self, name: str) -> list[Interval]:
+        return sorted(mark.at for mark in self._marks if mark.name.startswith(name))
+
+    def _add(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            raise ValueError(f"it is no object but {str(event)[:40]!r}")
         category = event.get("cat")
         name = event.get("name")
-        if not isinstance(category, str) or not isinstance(name, str):
-            # torch's own rows without a category, such as the profiler's own span
-            return
-        category = category.lower()
-        if category not in _READ:
-            return
-        start, length = event["ts"], event["dur"]
         args = event.get("args", {})
-        if length < 0 or not isinstance(args, dict):
-            raise ValueError(f"dur is {length}, args is {str(args)[:40]!r}")
-        at = (start, start + length)
-        self._start = min(self._start, start)
-        self._stop = max(self._stop, start + length)
+        if event.get("ph") != "X":
+            return
+        start = _number(event, "ts", -1e18)
+        at = (start, start + _number(event, "dur", 0))
+        if category not in _READ or not isinstance(name, str):
+            return
+        if not isinstance(args, dict):
+            raise ValueError(f"args is {str(args)[:40]!r}")
+        self._times["all"].append(at)
         thread = f"{event.get('pid')}/{event.get('tid')}"[:80]
-        if category in _DEVICE:
-            self._has_device = True
-            if category == "kernel" and is_nccl(name):
-                self._kernels.append(call(name, at, args, thread))
-            else:
-                self._device.add(*at)
-        elif category.endswith("user_annotation"):
-            is_host = category == "user_annotation"
-            if name.startswith((_OPTIMIZER, *_OPTIMIZERS)):
-                optimizer[not is_host, name.startswith(_OPTIMIZER)].add(*at)
-            if name.startswith("gloo:"):
-                self._gloo.append(call(name, at, args, thread))
-            elif is_host and not name.startswith("nccl:"):
-                self._marks.append(_Mark(printable(name[:80]), *at, thread))
-        elif name.startswith("c10d::") or name == COMMS:
-            self._launches.append(call(name, at, args, thread))
+        if category == "kernel" and name[:4].lower() == "nccl":
+            self._calls["nccl"].append(call(name, at, args, thread))
+        elif category in _DEVICE:
+            self._times["gpu"].append(at)
+        elif category == "user_annotation" and name.startswith("gloo:"):
+            self._calls["gloo"].append(call(name, at, args, thread))
+        elif category == "user_annotation":
+            self._marks.append(_Mark(printable(name[:80]), at, thread))
+        elif category == "gpu_user_annotation":
+            if name.startswith(OPTIMIZER):
+                self._times[OPTIMIZER].append(at)
+        elif name.startswith("c10d::") or name == "record_param_comms":
+            # the latter is torch's event about a collective, which NCCL's kernels name
+            self._calls[name.split(":")[0]].append(call(name, at, args, thread))
         elif "::" in name and not name.startswith(_NO_WORK):
-            self._host.add(*at)
+            self._times["cpu"].append(at)
 
-    def _learned(self) -> list[Call]:
-        """The collectives, with what the operators that started them tell."""
-        if self._has_device:
-            # one with sizes replaces one without, and torch's own event an operator
-            launches = sorted(
-                self._launches, key=lambda c: (c.elements is not None, -c.is_operator)
-            )
-            by_id = {launch.external: launch for launch in launches if launch.external}
-            for kernel in self._kernels:
-                kernel.learn(by_id.get(kernel.external))
-            return self._kernels
-        if self._gloo:
-            started_by = _assigned(self._gloo, self._launches)
-            for event, launch in zip(self._gloo, started_by, strict=True):
-                if launch is not None:
-                    event.operation = launch.operation
-                event.learn(launch)
-            return self._gloo
-        # no gloo, or a torch that does not mark it: what the host sees
-        operators = [launch for launch in self._launches if launch.is_operator]
-        for operator in operators:
-            operator.learn(operator)
-        return operators
+    def _place_launches(self) -> None:
+        """Set each launch's place: the innermost annotation around it, as those of a
+        thread nest.
+        """
+        marks = deque(sorted(self._marks, key=lambda mark: mark.at[0]))
+        around: dict[str, list[_Mark]] = defaultdict(list)
+        for launch in self._launches:
+            while marks and marks[0].at[0] <= launch.at[0]:
+                mark = marks.popleft()
+                if not mark.name.startswith(_NO_PLACE):
+                    around[mark.thread].append(mark)
+            inside = around[launch.thread]
+            inside[:] = [mark for mark in inside if mark.at[1] >= launch.at[0]]
+            if inside:
+                name = inside[-1].name
+                launch.place = name.removesuffix("/collective").removesuffix("/wait")
 
+    def _gloos_calls(self) -> Iterator[Call]:
+        """gloo's events, as the operators that started them: an event by itself has a
+        rank's part of the buffer.
 
-class _Mark(NamedTuple):
-    """An annotation on the host."""
-
-    name: str
-    start: float
-    stop: float
-    thread: str
-
-
-def _place(launches: Sequence[Call], marks: Sequence[_Mark]) -> None:
-    """Set each launch's place: the innermost annotation around it. Those of a thread
-    nest.
-    """
-    around: dict[str, list[_Mark]] = defaultdict(list)
-    named = [mark for mark in marks if not mark.name.startswith(_NO_PLACE)]
-    both: list[_Mark | Call] = [*named, *launches]
-    both.sort(key=lambda one: (one.start, isinstance(one, Call), -one.stop))
-    for one in both:
-        inside = around[one.thread]
-        while inside and inside[-1].stop < one.start:
-            inside.pop()
-        if isinstance(one, _Mark):
-            inside.append(one)
-        elif inside:
-            name = inside[-1].name
-            one.place = name.removesuffix("/collective").removesuffix("/wait")
+        gloo's threads take collectives up in the order in which they were started. So
+        the first event of a kind after an operator is the operator's. It may belong to
+        a neighbour of the same kind where two groups communicate at once.
+        """
+        waiting: dict[str, deque[Call]] = defaultdict(deque)
+        for launch in sorted(self._calls["c10d"], key=lambda launch: launch.at):
+            # gloo has no reduce-scatter of its own: an all-reduce does the work
+            kind = launch.operation.replace("reduce_scatter", "all_reduce")
+            waiting[kind].append(launch)
+        for event in sorted(self._calls["gloo"], key=lambda event: event.at):
+            started = waiting[event.operation]
+            if started and started[0].at[0] <= event.at[0]:
+                event = replace(started.popleft(), at=event.at, dtype=event.dtype)
+            yield event
 
 
-def _assigned(events: Sequence[Call], launches: Sequence[Call]) -> list[Call | None]:
-    """The operator that started each of gloo's events, or None.
-
-    gloo's threads take collectives up in the order in which they were started. So the
-    first event of a kind after an operator is the operator's. It may belong to a
-    neighbour of the same kind where two groups communicate at once.
-    """
-    waiting: dict[str, deque[Call]] = defaultdict(deque)
-    for launch in sorted(launches, key=lambda launch: launch.start):
-        # gloo has no reduce-scatter of its own: an all-reduce does the work
-        if launch.is_operator:
-            kind = launch.operation
-            waiting["all_reduce" if kind == "reduce_scatter" else kind].append(launch)
-    started: dict[int, Call] = {}
-    for event in sorted(events, key=lambda event: (event.start, event.stop)):
-        queue = waiting[event.operation]
-        if queue and queue[0].start <= event.start:
-            started[id(event)] = queue.popleft()
-    return [started.get(id(event)) for event in events]
+def _number(event: dict[str, Any], key: str, least: float) -> float:
+    value: Any = event.get(key)
+    if type(value) not in (int, float) or not least <= value < 1e18:
+        raise ValueError(f"{key} is {str(value)[:40]!r}")
+    return float(value)

@@ -20,20 +20,15 @@ _BUILDS = "builds a chain around Adam, which becomes Muon's"
 _BELOW = "what a builder calls that was taken before install()"
 # A run would miss one of these only at its first save.
 _CKPT = Place("megatron.core.dist_checkpointing")
-# Overridden to name the phase in the error where a peer is lost; replaced in a step
-# that is traced.
-SYNCS = (
-    _GROUP.overridden("start_grad_sync", "starts the reduction of gradients"),
-    _GROUP.overridden("finish_grad_sync", "waits for the reduction of gradients"),
-    _GROUP.overridden("start_param_sync", "starts the all-gather of parameters"),
-    _GROUP.overridden("finish_param_sync", "waits for the all-gather of parameters"),
-)
 ROWS: tuple[Row, ...] = (
     # --- communication
     _BUFFERS.subclassed(
         "_ParamAndGradBucketGroup", "what is reduced and gathered together"
     ),
-    *SYNCS,
+    _GROUP.wrapped("start_grad_sync", "starts the reduction of gradients"),
+    _GROUP.wrapped("finish_grad_sync", "waits for the reduction of gradients"),
+    _GROUP.wrapped("start_param_sync", "starts the all-gather of parameters"),
+    _GROUP.wrapped("finish_param_sync", "waits for the all-gather of parameters"),
     # --- making one
     _CORE.wrapped(
         "get_megatron_optimizer(config, model_chunks, no_weight_decay_cond)",
@@ -57,6 +52,7 @@ ROWS: tuple[Row, ...] = (
     ),
     # --- classes of built optimizers, whose objects become ones of subclasses
     _CORE.subclassed("ChainedOptimizer", "the chain of dense and experts' optimizers"),
+    _CHAIN.wrapped("step", "the whole step of AdamW or Muon"),
     _DISTRIB.subclassed(
         "DistributedOptimizer", "shards main parameters and state over DP ranks"
     ),

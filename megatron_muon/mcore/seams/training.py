@@ -34,9 +34,6 @@ ROWS = (
         since=16,
         until=17,
     ),
-    _LOOP.wrapped(
-        "train_step(optimizer)", "a step of training; traced, and the first warned of"
-    ),
     # --- checkpoints
     _CKPT.wrapped("generate_state_dict(args)", "arguments that Megatron's tools read"),
     _CKPT.wrapped(

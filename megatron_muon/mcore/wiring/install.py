@@ -26,6 +26,7 @@ from megatron_muon.presence import SeamError
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Function, Patches, replaced
+from megatron_muon.runtime.tracing import marking
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.flags import MUONS
 
@@ -289,9 +290,18 @@ def _of(module: str, name: str) -> Function:
     return call
 
 
+# Traces show Megatron's communication and its whole step, AdamW's too.
+_MARKS: dict[str, Function] = {
+    "_ParamAndGradBucketGroup.start_grad_sync": marking("grads/reduce"),
+    "_ParamAndGradBucketGroup.finish_grad_sync": marking("grads/reduce"),
+    "_ParamAndGradBucketGroup.start_param_sync": marking("params/gather"),
+    "_ParamAndGradBucketGroup.finish_param_sync": marking("params/gather"),
+    "ChainedOptimizer.step": marking("optimizer/step"),
+}
 # Wrappers by symbol name. Each takes the function of Megatron first, and is called only
 # while the plugin is installed.
 _WRAPPERS: dict[str, Function] = {
+    **_MARKS,
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "_get_megatron_optimizer_based_on_param_groups": _stopped,

@@ -25,7 +25,7 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
     out, picture = tmp_path / "out.json", tmp_path / "x.svg"
     files = "--json", str(out), "--plot", str(picture)
     text = _reported(str(PAIR / "adamw"), str(PAIR / "muon"), *files, capsys=capsys)
-    for lane in ("adamw, rank 1", "muon, rank 0", "exposed communication"):
+    for lane in ("adamw, rank 1", "muon, rank 0", "exposed"):
         assert f"<!-- {lane} -->" in picture.read_text()
     adamw, muon = json.loads(out.read_text())["runs"]
     assert (adamw["name"], muon["name"]) == ("adamw", "muon")
@@ -50,16 +50,12 @@ def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
         for rank in run["ranks"]:
             parts = rank["compute_ms"] + rank["exposed_ms"] + rank["idle_ms"]
             assert parts == pytest.approx(rank["step_ms"]) and rank["steps"] == 1
-            whole = rank["overlapped_ms"] + rank["exposed_ms"]
-            assert whole == pytest.approx(rank["communication_ms"])
+            assert rank["exposed_ms"] <= rank["communication_ms"]
             assert 0 < rank["optimizer_ms"] < rank["step_ms"]
     lines = text.splitlines()
-    (line,) = [
-        line
-        for line in lines
-        if line.startswith("MB in reduce_scatter fp32 grads/reduce")
-    ]
-    assert line.endswith("(1.00)")
+    reduced = [line for line in lines if line.startswith("reduce_scatter fp32")]
+    # each run's own table, and side by side
+    assert len(reduced) == 3 and len(reduced[-1].split()) == 5
     assert sum(line.startswith("rank ") for line in lines) == 4
 
 

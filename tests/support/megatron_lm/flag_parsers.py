@@ -196,8 +196,6 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "from-adamw": (["--muon-from-adamw", "momentum"], {}),
     "backend": (["--muon-backend", "plugin"], {}),
     "cpu": (["--muon-cpu"], {}),
-    "trace-steps": (["--muon-trace-steps", "5:7"], {}),
-    "trace-dir": (["--muon-trace-dir", "traces"], {}),
     "twice the same": (
         ["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"],
         {"ns_steps": 7},

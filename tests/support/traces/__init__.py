@@ -3,7 +3,8 @@
 
 The pair is of two ranks and one step, of `train.py @gpt.args --num-layers 3 --hidden-size 64
 --ffn-hidden-size 136 --num-attention-heads 2 --seq-length 64 --micro-batch-size 4
---global-batch-size 8 --overlap-grad-reduce --muon-trace-steps 4`.
+--global-batch-size 8 --overlap-grad-reduce --profile --profile-step-start 4
+--profile-step-end 5`.
 """
 
 from __future__ import annotations

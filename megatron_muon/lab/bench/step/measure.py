@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_muon import meter, step_traces
+from megatron_muon import meter
 from megatron_muon.lab.bench.step.build import Built, build
 from megatron_muon.lab.bench.step.meter import (
     Counted,
@@ -206,9 +206,11 @@ class _Contender:
 
     def trace(self, folder: Path) -> None:
         """Write a Chrome trace of a step on each rank."""
-        traces = step_traces("1", folder)
-        with self._awake(), traces.step(1, self._optimizer):
-            self._step()
+        folder.mkdir(exist_ok=True)
+        with self._awake(), profile(record_shapes=True) as trace:
+            with record_function("ProfilerStep#1"):
+                self._step()
+        trace.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
 
     def watch_launches(self) -> None:
         """Count what a step launches on the GPU, and time the host in another one."""
