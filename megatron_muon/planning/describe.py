@@ -1,7 +1,7 @@
-"""The lines of a run's start, from its plans and choices.
+"""What a run says at its start, from its plans and choices.
 
-``mcore.wiring.start`` prints them in one block once the optimizer is built;
-``megatron-muon routes`` prints some of them without a run.
+``mcore.wiring.start`` prints it in one block once the optimizer is built;
+``megatron-muon routes`` prints some of it without a run.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
-from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
-from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import OwnRule, own_rule
 from megatron_muon.settings.run import NODE
 from megatron_muon.version import __version__
 
 PREFIX = "[megatron_muon]"
-MOST_KINDS = 4  # lines about pipeline stages in a run
 
 # Sentences about weights, whose names are put into the braces.
 _DECIDE = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide"
@@ -62,26 +59,10 @@ def union_of(many: Iterable[Names]) -> dict[str, list[str]]:
 
 
 def lines_of(names: Names) -> list[str]:
-    """A line for each sentence that has names."""
+    """Each sentence that has names, with them."""
     return [
-        f"{PREFIX} {sentence.format(', '.join(those))}"
-        for sentence, those in names.items()
-        if those
+        sentence.format(", ".join(those)) for sentence, those in names.items() if those
     ]
-
-
-def pattern_lines(numerics: Numerics) -> list[str]:
-    """A line for each pattern that has settings of its own; with its iteration where
-    that is not the run's.
-    """
-    lines = []
-    for pattern, settings in pairs_of(numerics.config.by_pattern):
-        line = f"{PREFIX} {pattern}: {settings}"
-        own = numerics.where(settings)
-        if own.iteration != numerics.iteration:
-            line += f"; iteration {_iteration(own)}"
-        lines.append(line)
-    return lines
 
 
 # --- the model ------------------------------------------------------------------------
@@ -125,7 +106,7 @@ def share_lines(share: Share) -> list[str]:
     all_of_it = _ratio(share.muon, share.total)
     activated = _ratio(share.active_muon, share.active)
     line = (
-        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
+        f"Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
         "trainable parameters"
     )
     if share.active < share.total:
@@ -135,7 +116,7 @@ def share_lines(share: Share) -> list[str]:
     lines = [f"{line}, AdamW the rest"]
     if min(all_of_it, activated) < 0.5:
         lines.append(
-            f"{PREFIX} warning: Muon updates less than half of the parameters; "
+            "warning: Muon updates less than half of the parameters; "
             f"{_kept(share)}: expect little difference from AdamW"
         )
     return lines + lines_of(share.names)
@@ -180,7 +161,7 @@ def active_line(core: str, torch: str, config: MuonConfig) -> str:
         config: the settings of the run.
     """
     return (
-        f"{PREFIX} megatron-muon {__version__} is active: Distributed Muon over the "
+        f"megatron-muon {__version__} is active: Distributed Muon over the "
         f"DistributedOptimizer of megatron-core {core}; torch {torch}, preset "
         f"{config.preset}, rule {config.rule}"
     )
@@ -202,7 +183,7 @@ def computing_line(
     own = own_rule(config.rule)
     if own is not None:
         text = own_rule_text(config.rule, own)
-        return f"{PREFIX} {text}; momentum and update: {elementwise}"
+        return f"{text}; momentum and update: {elementwise}"
     batches = ""
     if (config.ns_batch or 1) > 1 and not in_batches:
         batches = (
@@ -215,8 +196,8 @@ def computing_line(
         steps += f" (made for {made_for})"
     dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
     return (
-        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
-        f"{dtype}, iteration {_iteration(numerics)}; symmetric products: {products}"
+        f"Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
+        f"{dtype}, iteration {iteration_text(numerics)}; symmetric products: {products}"
         f"{batches}; momentum and update: {elementwise}"
     )
 
@@ -237,7 +218,7 @@ def _of_preset(numerics: Numerics) -> str:
     return f" (--muon-preset {numerics.config.preset})" if numerics.on_gpu else ""
 
 
-def _iteration(numerics: Numerics) -> str:
+def iteration_text(numerics: Numerics) -> str:
     """The iteration's name, and why it is not the one that was asked for, or the
     preset's.
     """
@@ -264,105 +245,34 @@ def not_shared_lines(
         why = "torch's deterministic mode"
     if not why or config.split_matrices is not None or not is_cuda(device):
         return []
-    return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
+    return [f"{named('split_matrices')} is off, not auto, with {why}"]
 
 
 # --- the exchange ---------------------------------------------------------------------
 
 
-def stage_lines(texts: Mapping[int, str]) -> list[str]:
-    """Lines about pipeline stages: one for those with the same text, at most
-    ``MOST_KINDS``.
-
-    Args:
-        texts: of each stage, by its number: ``optimizer_text`` and what may follow it.
+def held_and_sent(plans: Sequence[ExchangePlan]) -> tuple[int, int, int]:
+    """The most elements of a stage's matrices that a rank holds, the most bytes that it
+    sends in a step, and rounds; ``plans`` are those of the stage's optimizers.
     """
-    alike: dict[str, list[str]] = {}
-    for stage in sorted(texts):
-        alike.setdefault(texts[stage], []).append(str(stage))
-    lines = [
-        f"{PREFIX} pipeline stage {', '.join(stages)}: {text}"
-        for text, stages in alike.items()
-    ]
-    if len(lines) > MOST_KINDS:
-        lines[MOST_KINDS - 1 :] = [
-            f"{PREFIX} other pipeline stages: `megatron-muon routes` prints them"
-        ]
-    return lines
+    held = Counter[int]()
+    sent = Counter[int]()
+    for plan in plans:
+        for one in plan.slices:
+            held[one.rank] += one.elements.size
+        sent.update(dict(enumerate(plan.sent_bytes())))
+    rounds = sum(len(plan.rounds) for plan in plans)
+    return max(held.values(), default=0), max(sent.values(), default=0), rounds
 
 
-def optimizer_text(
-    plan: ExchangePlan,
-    *,
-    experts: bool,
-    buckets: Sequence[int],
-    earlier: Sequence[ExchangePlan] = (),
-    rule: str = "muon",
-) -> str:
-    """Sentences about the Muon part of one DistributedOptimizer of a pipeline stage.
-
-    Args:
-        plan: the plan of that optimizer.
-        experts: whether it is the experts' optimizer.
-        buckets: number of buckets in each grad buffer of a rank.
-        earlier: plans of the stage's optimizers before it. Homes balance the work of
-            all of them together, so the busiest rank is that of the sum.
-        rule: the run's. Homes are chosen by Newton-Schulz's flops, also where a rule of
-            one's own stands in its place.
-    """
-    flops = plan.ns_flops()
-    together = [
-        sum(each)
-        for each in zip(flops, *(one.ns_flops() for one in earlier), strict=True)
-    ]
-    mean = sum(together) / len(together)
-    sent = plan.sent_bytes()
-    work = f"Newton-Schulz: {_amount(sum(flops))}flop a step on the stage, "
-    if own_rule(rule) is not None:
-        work = "Work, as if it were Newton-Schulz's: "
-    busiest = max(together) / mean if mean else 1
-    shared = f" ({len(plan.shared)} shared by several ranks)" if plan.shared else ""
-    how = "One rank gathers each matrix, orthogonalizes it and sends it back. "
+def memory_line(stages: Sequence[tuple[int, int, int]]) -> str:
+    """What ``held_and_sent`` says of a model's stages: the largest of each."""
+    held, sent, rounds = map(max, zip(*stages, strict=True))
     return (
-        f"{'Experts: ' if experts else ''}{len(plan.matrices)} matrices{shared} in "
-        f"{len(plan.parameters)} weights, {len(plan.boundary_parameters())} of them "
-        f"cut by the shards of {sum(buckets)} gradient bucket(s). "
-        f"{'' if earlier else how}A rank sends {_amount(sum(sent) / len(sent))}B a "
-        f"step (the busiest {_amount(max(sent))}B) in {len(plan.rounds)} round(s). "
-        f"{work}{busiest:.2f} × the mean on the busiest rank"
-        f"{', with the matrices above' if earlier else ''}"
+        f"memory: a rank holds the momentum of at most {_count(held)} elements, and in "
+        f"a step sends at most {amount(sent)}B, in {rounds} round(s) whose buffers "
+        f"{named('round_bytes')} caps"
     )
-
-
-def block_steps_text(plan: ExchangePlan, config: MuonConfig) -> str:
-    """A sentence about the steps between full ones, of which this is the plan."""
-    sent = plan.sent_bytes()
-    flops = f", {_amount(sum(plan.ns_flops()))}flop"
-    return (
-        f"Every {config.full_period} steps one is full; the others orthogonalize each "
-        f"TP slice by itself: {len(plan.matrices)} matrices, "
-        f"{_amount(sum(sent) / len(sent))}B a rank"
-        f"{flops if own_rule(config.rule) is None else ''}"
-    )
-
-
-def link_lines(config: MuonConfig) -> list[str]:
-    """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to
-    the plan; of interest where a stage has several nodes.
-    """
-    if config.homes != "auto":
-        return []
-    link = named("link_gbytes")
-    if config.link_gbytes is None:
-        return [
-            f"{PREFIX} each matrix's rank is chosen by work: no {link} is given, so "
-            f"{LINK_GBYTES:g} is assumed. State it where the link is slower: "
-            "megatron-muon bench speeds prints the flag"
-        ]
-    return [
-        f"{PREFIX} each matrix's rank is chosen by time, from {named('rank_tflops')} "
-        f"{config.rank_tflops:g} and {link} {config.link_gbytes:g}"
-    ]
 
 
 def node_lines(
@@ -383,14 +293,14 @@ def node_lines(
     setting = f"{named('node_ranks')} is {config.node_ranks}"
     if ranks_here < min(homes, config.node_ranks):
         return [
-            f"{PREFIX} warning: a machine has {ranks_here} ranks, and {setting}: ranks "
+            f"warning: a machine has {ranks_here} ranks, and {setting}: ranks "
             f"that share a matrix may be on several machines; set it to {ranks_here}, "
             "unless the links between these machines are as fast as those inside"
         ]
     neighbours = min((plan.grid.neighbours for plan in plans), default=NODE)
     if neighbours < by_rows:
         return [
-            f"{PREFIX} warning: only {neighbours} of a stage's ranks in a row are of "
+            f"warning: only {neighbours} of a stage's ranks in a row are of "
             f"one node, and {setting}: set it to {neighbours}, so that large squares "
             "do not travel between nodes"
         ]
@@ -402,10 +312,11 @@ def _ratio(part: int, whole: int) -> float:
 
 
 def _count(number: int) -> str:
-    return _amount(number).strip()
+    return amount(number).strip()
 
 
-def _amount(number: float) -> str:
+def amount(number: float) -> str:
+    """Three digits and the letter of a thousand's power, before a unit."""
     for unit in ("", "k", "M", "G"):
         if number < 999.5:  # three digits would make 1e+03 of more
             return f"{number:.3g} {unit}"

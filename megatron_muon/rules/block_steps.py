@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.describe import block_steps_text
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, make_plans
@@ -41,7 +40,10 @@ class PeriodicMuon(DistributedMuon):
 
     def remarks(self) -> list[str]:
         """See ``DistributedMuon``."""
-        return [block_steps_text(self.block.plan, self.config)]
+        return [
+            f"every {self.config.full_period} steps one is full; the others "
+            "orthogonalize each TP slice by itself"
+        ]
 
     def start(self, groups: ParamGroups, states: States) -> None:
         """See ``Engine``; raises ValueError on every rank of the stage where ranks have

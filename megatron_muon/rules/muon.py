@@ -605,7 +605,7 @@ class DistributedMuon(Engine):
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
 
     def remarks(self) -> list[str]:
-        """Sentences for the start of a run, after those about the plan."""
+        """What is unusual, for the start of a run."""
         return []
 
     @property

@@ -281,7 +281,7 @@ def assert_trained(text: str, optimizer: str) -> None:
     losses = [float(loss) for loss in re.findall(r"iteration .*lm loss: (\S+)", text)]
     assert len(losses) == 8 and sum(losses[-3:]) / 3 < losses[0] - 0.1, losses
     assert re.search(rf"^ *optimizer \.+ {optimizer}$", text, re.MULTILINE)
-    assert ("[megatron_muon] pipeline stage 0" in text) == (optimizer == "muon")
+    assert ("is active: Distributed Muon" in text) == (optimizer == "muon")
 
 
 @needs_checkout

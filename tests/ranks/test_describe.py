@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_muon.lab.routes.sentences import optimizer_text
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.describe import MOST_KINDS, optimizer_text, stage_lines
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -18,11 +18,13 @@ from megatron_muon.settings.config import MuonConfig
 from support.models import gpt
 from support.models.gpt import Case, Topology, muon_weights, printed_by, start, truth
 from support.ranks import error_of, run
-from support.started import lines_at_start, of_stages
+from support.started import lines_at_start
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     built, printed = printed_by(lambda: start(case, topology))
+    (part,) = gpt.distributed_optimizers(built.optimizer)
+    buckets = [len(buffer.buckets) for buffer in built.ddp.buffers]
     shards_of: dict[
         str, set[int]
     ] = {}  # Muon parameter -> shards of its bucket that hold some
@@ -37,39 +39,24 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     cut = [name for name, shards in shards_of.items() if len(shards) > 1]
     return {
         "printed": printed,
-        "buckets": sum(len(buffer.buckets) for buffer in built.ddp.buffers),
+        "text": optimizer_text(part.muon.plan, experts=False, buckets=buckets),
+        "buckets": sum(buckets),
         "boundary": len(cut),
         "parameters": len(shards_of),
-        "stage": built.pp_rank,
     }
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_each_stage_says_its_buckets_and_boundary_parameters_once(
+def test_a_stages_sentence_has_its_buckets_and_boundary_parameters(
     overlap: bool,
 ) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
     ranks = run(_start_line, topology.world_size, Case(layers=2), topology)
-    texts = of_stages(ranks[0]["printed"])
-    assert list(texts) == [0, 1]
     for rank in ranks:
-        text = texts[rank["stage"]]
         cut = f"{rank['parameters']} weights, {rank['boundary']} of them cut by the "
-        assert f"{cut}shards of {rank['buckets']} gradient bucket(s). " in text
+        assert f"{cut}shards of {rank['buckets']} gradient bucket(s). " in rank["text"]
         assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
     assert all(rank["printed"] == "" for rank in ranks[1:])
-
-
-def test_identical_stages_have_one_line_and_the_start_has_few() -> None:
-    texts = {0: "first", **dict.fromkeys((1, 2, 4, 5), "inner"), 3: "odd"}
-    assert stage_lines(texts) == [
-        "[megatron_muon] pipeline stage 0: first",
-        "[megatron_muon] pipeline stage 1, 2, 4, 5: inner",
-        "[megatron_muon] pipeline stage 3: odd",
-    ]
-    assert of_stages("\n".join(stage_lines(texts))) == texts
-    lines = stage_lines({stage: str(stage) for stage in range(16)})
-    assert len(lines) == MOST_KINDS and "other pipeline stages" in lines[-1]
 
 
 def _printed(case: Case, topology: Topology) -> str:
@@ -119,7 +106,7 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
 ) -> None:
     total, muon, active, active_muon = _shares(case)
     first, *others = run(_printed, topology.world_size, case, topology)
-    assert len(lines_at_start(first)) <= 8  # 12 with Megatron-LM and on several nodes
+    assert len(lines_at_start(first)) <= 6
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     of_all = f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k"
     assert f"{of_all} trainable parameters" in line
@@ -184,8 +171,6 @@ def test_a_run_knows_its_nodes(
     case = Case(muon=(("node_ranks", node_ranks), ("split_matrices", 4)))
     found = run(_nodes_of, 4, case, Topology(dp=4), here)
     assert [one for one, _ in found] == [neighbours] * 4
-    # the link's speed matters between machines
-    assert ("so 40 is assumed" in found[0][1]) == (here == "2")
     warnings = [text for _, text in found if "warning: a machine" in text]
     assert len(warnings) == bool(warned) and all(warned in text for text in warnings)
 

@@ -13,14 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_muon import MuonConfig
+from megatron_muon.lab.routes.sentences import link_lines, pattern_lines
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
-from megatron_muon.planning.describe import (
-    computing_line,
-    link_lines,
-    not_shared_lines,
-    pattern_lines,
-)
+from megatron_muon.planning.describe import computing_line, not_shared_lines
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import with_settings
 from megatron_muon.rules.block_steps import block_numerics, in_tp_slices

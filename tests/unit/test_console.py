@@ -17,7 +17,7 @@ from megatron_muon.lab.interrupts import run_command
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.tables import digits
 from megatron_muon.megatron_lm.flags.parser import add_flags
-from megatron_muon.planning.describe import _amount
+from megatron_muon.planning.describe import amount
 
 TEXT = (
     "1.05 × the mean, имя, \udce9"  # a file's name may have bytes that are no character
@@ -76,7 +76,7 @@ def test_a_list_of_names_prints_the_first_and_the_number_of_the_others() -> None
     ],
 )
 def test_an_amount_at_the_start_has_no_exponent(number: float, shown: str) -> None:
-    assert _amount(number) == shown
+    assert amount(number) == shown
 
 
 def test_a_figure_of_the_lab_has_no_exponent() -> None:

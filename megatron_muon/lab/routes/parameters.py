@@ -4,12 +4,18 @@ run runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_muon.lab.dry_run.model import Ranks, Run
 from megatron_muon.lab.dry_run.optimizers import Planned
 from megatron_muon.lab.dry_run.stages import Stage, built, in_stage
+from megatron_muon.lab.routes.sentences import (
+    link_lines,
+    optimizer_text,
+    pattern_lines,
+)
 from megatron_muon.mcore.host.process_groups import local_experts
 from megatron_muon.mcore.routing.matrices import matrices_of
 from megatron_muon.mcore.routing.multipliers import group_settings, multipliers_of
@@ -23,12 +29,11 @@ from megatron_muon.mcore.routing.param_routing import (
 from megatron_muon.mcore.routing.survey import require_matched
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import (
+    PREFIX,
     Share,
-    link_lines,
-    optimizer_text,
-    pattern_lines,
+    held_and_sent,
+    memory_line,
     share_lines,
-    stage_lines,
 )
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.slices import Matrix
@@ -76,7 +81,7 @@ class RoutedStage:
     stage: int  # its number
     # of the world, in the order of the stage; of the first instance
     ranks: tuple[int, ...]
-    lines: tuple[str, ...]  # those that a run prints about the stage at its start
+    lines: tuple[str, ...]  # a sentence about each of its optimizers
     # all parameters; of an expert's there is one for each EP rank
     parameters: tuple[RoutedParameter, ...]
 
@@ -106,27 +111,32 @@ def routes(run: Run) -> Routes:
     stages: list[RoutedStage] = []
     notes: list[str] = []
     share = Share()
+    memory: list[tuple[int, int, int]] = []
     for number in range(ranks.pp):
         with in_stage(number, run):
             stage = built(run)
-            stages.append(_stage(number, stage))
+            optimizers = stage.optimizers()
+            stages.append(_stage(number, stage, optimizers))
+            memory.append(held_and_sent([each.plan for each in optimizers]))
             notes += stage.notes
             matched |= stage.matched
             share += stage.share
     require_matched(matched, run.config)
-    lines = pattern_lines(Numerics(run.config)) + share_lines(share)
+    lines = pattern_lines(Numerics(run.config))
+    lines += [f"{PREFIX} {line}" for line in share_lines(share)]
+    lines.append(f"{PREFIX} {memory_line(memory)}")
     nodes = {rank // run.config.node_ranks for rank in stages[0].ranks}
     if len(nodes) > 1:
         lines += link_lines(run.config)
     return Routes(ranks, tuple(lines), tuple(stages), tuple(notes))
 
 
-def _stage(number: int, stage: Stage) -> RoutedStage:
+def _stage(number: int, stage: Stage, optimizers: Sequence[Planned]) -> RoutedStage:
     matrices: dict[tuple[str, int], tuple[Routed, ...]] = {}  # by parameter and EP rank
     of_experts: set[Any] = set()
     sentences: list[str] = []
     earlier: list[ExchangePlan] = []
-    for planned in stage.optimizers():
+    for planned in optimizers:
         matrices |= _matrices(planned, stage.run.config)
         if planned.experts:
             of_experts.update(*(buffer.param_index_map for buffer in planned.buffers))
@@ -141,7 +151,9 @@ def _stage(number: int, stage: Stage) -> RoutedStage:
             )
         )
         earlier = [*earlier, planned.plan]
-    lines = stage_lines({number: ". ".join(sentences)}) if sentences else []
+    lines: tuple[str, ...] = ()
+    if sentences:
+        lines = (f"{PREFIX} pipeline stage {number}: {'. '.join(sentences)}",)
     parameters: list[RoutedParameter] = []
     for weight in weights(stage.chunks, stage.sizes):
         ep_size = stage.sizes.ep if weight.param in of_experts else 1
@@ -157,7 +169,7 @@ def _stage(number: int, stage: Stage) -> RoutedStage:
             if row.reason is None:
                 row = replace(row, optimizer="muon", matrices=matrices[name, ep_rank])
             parameters.append(row)
-    return RoutedStage(number, stage.members, tuple(lines), tuple(parameters))
+    return RoutedStage(number, stage.members, lines, tuple(parameters))
 
 
 def _adamws(weight: Weight, stage: Stage) -> RoutedParameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -128,7 +127,7 @@ def make_muons(
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     together(lambda: _completed(parts, trained, stage), None, device)
-    lines += _connected(trained, stage)
+    _connect(trained, stage)
     if trained:
         muons = itertools.chain.from_iterable(part.muon.variants for part in trained)
         optimizer.nonfinite = NonfiniteReport(
@@ -210,20 +209,14 @@ def _completed(parts: Sequence[Any], trained: Sequence[Any], stage: Stage) -> No
         )
 
 
-def _connected(trained: Sequence[Any], stage: Stage) -> list[str]:
-    """Connect a GPU to the plan's peers (gloo connects by itself); a line about it."""
+def _connect(trained: Sequence[Any], stage: Stage) -> None:
+    """Connect a GPU to the plan's peers; gloo connects by itself."""
     if stage.device.type == "cpu":
-        return []
-    begin = time.perf_counter()
-    peers = 0
+        return
     for part in trained:
         for muon in part.muon.variants:
-            peers += muon.exchange.connect()
+            muon.exchange.connect()
     torch.cuda.synchronize(stage.device)
-    return [
-        f"{describe.PREFIX} connected to {peers} peer(s) of the exchange in "
-        f"{time.perf_counter() - begin:.1f} s"
-    ]
 
 
 def _with_muons(parts: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Any]:

@@ -1,7 +1,6 @@
-"""The start of a run: one block of lines on rank 0, about what all ranks have built.
+"""The start of a run: at most six lines on rank 0, about what all ranks have built.
 
-Without warnings and changed choices it has at most 12 lines; ``planning.describe`` has
-the words.
+``planning.describe`` has the words.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.host.process_groups import Stage, has_experts
+from megatron_muon.mcore.host.process_groups import Stage
 from megatron_muon.mcore.routing.routes import Route
 from megatron_muon.mcore.routing.survey import (
     matched_patterns,
@@ -29,12 +28,13 @@ from megatron_muon.planning.describe import Share
 from megatron_muon.rules.fused import describe_elementwise
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
+from megatron_muon.settings.patterns import pairs_of
 
 _of_flags: list[str] = []
 
 
 def say_at_start(lines: Sequence[str]) -> None:
-    """Print lines in the block of the next optimizer, each after the plugin's name."""
+    """Say something unusual in the block of the next optimizer."""
     _of_flags.extend(lines)
 
 
@@ -57,7 +57,7 @@ def start_lines(
     world calls it.
 
     Args:
-        changes: lines about choices that are not as they were asked for.
+        changes: about choices that are not as they were asked for.
         names: of this rank's weights, by the sentence about them.
 
     Returns:
@@ -73,61 +73,48 @@ def start_lines(
 
     def own() -> list[Any]:  # it may fail on some stages only
         matched = sorted(matched_patterns(model_chunks, stage.sizes, config))
-        share, text, warnings = Share(names=names), "", []
+        share, memory, warnings = Share(names=names), None, []
         if stage.speaks:
             share += share_of(routes, config)
-            text = ". ".join(_sentences(dist_opts))
             plans = [part.muon.plan for part in dist_opts]
+            memory = describe.held_and_sent(plans)
             warnings = describe.node_lines(plans, config, ranks_here)
-        return [matched, asdict(share), stage.pipeline_rank, text, warnings]
+            for part in dist_opts:
+                warnings += part.muon.remarks()
+        return [matched, asdict(share), memory, warnings]
 
     ranks = collectives.all_gather_json(together(own, None, stage.device), None)
     patterns: set[str] = set()
     model = Share()
-    of_stages: dict[int, str] = {}
-    all_warnings: list[str] = []
-    for matched, share, number, text, warnings in ranks:
+    stages: list[tuple[int, int, int]] = []
+    warnings: dict[str, None] = {}
+    for matched, share, memory, of_stage in ranks:
         patterns.update(matched)
         model += Share(**share)
-        if text:
-            of_stages[number] = text
-        all_warnings += warnings
+        if memory is not None:
+            stages.append(memory)
+        warnings |= dict.fromkeys(of_stage)
     require_matched(patterns, config)
-    core = described_version()
-    machines = {rank // ranks_here for rank in collectives.world_ranks(stage.group)}
-    block = [
-        describe.active_line(core, torch.__version__, config),
-        *(f"{describe.PREFIX} {line}" for line in _of_flags),
+    share_line, *about_weights = describe.share_lines(model)
+    unusual = [
+        *_of_flags,
         *changes,
-        *describe.pattern_lines(numerics),
-        *describe.share_lines(model),
+        *(f"{pattern}: {text}" for pattern, text in pairs_of(config.by_pattern)),
+        *about_weights,
+        *warnings,
+    ]
+    _of_flags.clear()
+    block = [
+        describe.active_line(described_version(), torch.__version__, config),
         describe.computing_line(
             numerics,
             describe_products(numerics),
             describe_elementwise(stage.device, numerics),
             in_batches=takes_batches(stage.device),
         ),
-        *describe.stage_lines(of_stages),
-        *(describe.link_lines(config) if len(machines) > 1 else ()),
-        *dict.fromkeys(all_warnings),
+        share_line,
+        *([f"unusual: {' | '.join(unusual)}"] if unusual else []),
+        describe.memory_line(stages),
+        "matrices, homes and messages: `megatron-muon routes` with the run's flags",
     ]
-    _of_flags.clear()
-    return block
-
-
-def _sentences(dist_opts: Sequence[Any]) -> list[str]:
-    """About each optimizer of this rank's stage."""
-    sentences: list[str] = []
-    for at, part in enumerate(dist_opts):
-        muon = part.muon
-        sentences.append(
-            describe.optimizer_text(
-                muon.plan,
-                experts=has_experts(part),
-                buckets=[len(buffer.buckets) for buffer in part.buffers],
-                earlier=[before.muon.plan for before in dist_opts[:at]],
-                rule=muon.config.rule,
-            )
-        )
-        sentences += muon.remarks()
-    return sentences
+    return [f"{describe.PREFIX} {line}" for line in block]

@@ -29,7 +29,6 @@ from support.megatron_lm.scripts import (
     version,
     words,
 )
-from support.started import of_stages
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 GPT = str(CHECKOUT / "pretrain_gpt.py")
@@ -71,17 +70,12 @@ def parameters(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     ids=["tp2", "pp2-dp2-overlap", "ep2"],
 )
 def test_what_is_shown_is_what_the_run_does(world: int, layout: str) -> None:
-    """Every line on Muon's share, matrices, buckets, boundaries and bytes, of every
-    stage.
-    """
+    """Every line on Muon's share, its momentum, bytes and rounds."""
     run = pretrain(world, MUON, "--bf16", layout)
     found = routes(GPT, MODEL, MOCK, RUN, "--bf16", layout, world=world)
     lines = found["lines"]
     assert lines and all(line in run for line in lines), lines
-    planned: dict[int, str] = {}
-    for stage in found["stages"]:
-        planned |= of_stages("\n".join(stage["lines"]))
-    assert len(planned) == len(found["stages"]) and planned == of_stages(run)
+    assert any("memory: a rank holds the momentum of" in line for line in lines)
     notes = [note for note in found["notes"] if note.startswith("--muon-dp-layout")]
     assert all(note in run for note in notes) and bool(notes) == ("overlap" in layout)
     assert (

@@ -68,9 +68,9 @@ def test_muon_trains(processes: int, layout: str) -> None:
     text = pretrain(processes, MUON, "--bf16", layout, PYTHONIOENCODING="ascii")
     by_step = losses(text)
     assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
-    assert "[megatron_muon] pipeline stage 0" in text
+    assert "is active: Distributed Muon" in text
     assert "[megatron_muon] no GPU is here" in text
-    assert len(lines_at_start(text)) <= 12
+    assert len(lines_at_start(text)) <= 7  # six, and that no GPU is here
     assert argument(text, "optimizer") == "muon"
     assert argument(text, "use_distributed_optimizer") == "True"
     assert argument(text, "muon_momentum") == "0.95"
@@ -150,7 +150,7 @@ def test_adam_through_the_launcher_is_megatrons() -> None:
     assert losses(text)[5] < losses(text)[0]
     without = without_plugin(1, ADAM)
     assert steps(text) == steps(without) and len(steps(text)) == 6
-    assert "[megatron_muon] pipeline stage" not in text
+    assert "is active: Distributed Muon" not in text
     assert argument(text, "optimizer") == "adam"
     assert "megatron_muon ." not in text and "weight_decay_all_params" not in text
 
@@ -207,7 +207,7 @@ def tokenised(folder: Path) -> str:
 def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
     text = pretrain(1, MUON, "--bf16", data=tokenised(tmp_path))
     by_step = losses(text)
-    assert "[megatron_muon] pipeline stage 0" in text
+    assert "is active: Distributed Muon" in text
     assert by_step[5] < 0.9 * by_step[0]
 
 

@@ -209,11 +209,12 @@ def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run
     """Of both layers, each on a stage of its own."""
     topology = Topology(tp=2, pp=2)
     said = [line for _, lines in run(_started, 4, topology, foreign) for line in lines]
-    assert [line for line in said if "qkv" in line] == [
-        "[megatron_muon] split_qkv (--muon-no-split-qkv) has no effect on "
+    (line,) = (line for line in said if "qkv" in line)
+    assert line == (
+        "[megatron_muon] unusual: split_qkv (--muon-no-split-qkv) has no effect on "
         "decoder.layers.*.attention.qkv.weight (in Holder): the order of rows is known "
         "only of Megatron's SelfAttention and CrossAttention, so each is one matrix"
-    ]
+    )
     said = [
         line
         for _, lines in run(_started, 4, topology, foreign, False)

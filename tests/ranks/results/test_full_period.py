@@ -85,7 +85,7 @@ def test_a_block_step_sends_nothing_over_tp_alone() -> None:
     (printed, (full, block)), _ = run(_sent, 2)
     assert full > 0 == block
     assert (
-        "Every 3 steps one is full; the others orthogonalize each TP slice by itself"
+        "every 3 steps one is full; the others orthogonalize each TP slice by itself"
         in printed
     )
 
