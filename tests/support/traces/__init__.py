@@ -3,8 +3,7 @@
 
 The pair is of two ranks and one step, of `train.py @gpt.args --num-layers 3 --hidden-size 64
 --ffn-hidden-size 136 --num-attention-heads 2 --seq-length 64 --micro-batch-size 4
---global-batch-size 8 --overlap-grad-reduce --profile --profile-step-start 4
---profile-step-end 5`.
+--global-batch-size 8 --overlap-grad-reduce`, and of release 0.2.0, which wrote the same marks.
 """
 
 from __future__ import annotations
