@@ -29,10 +29,6 @@ BENCHES: Mapping[str, tuple[str, str]] = {
         "bench.newton_schulz",
         "speed of the iterations, beside other packages'",
     ),
-    "speeds": (
-        "bench.speeds",
-        "speeds of a rank and its link, as flags for the choice of homes",
-    ),
 }
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "routes": (
@@ -57,7 +53,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "curves.command",
         "compare the steps that runs need for the same losses",
     ),
-    "bench": ("", "measure a step, Newton-Schulz, or the speed of a rank and its link"),
+    "bench": ("", "measure a step, or Newton-Schulz"),
 }
 # the latter of [lab]
 LIBRARIES = ("torch", "pandas", "numpy", "tensorboard", "matplotlib")
@@ -96,6 +92,8 @@ GONE: Mapping[str, str] = {
     "`cd tests && python -m figures.restart_errors` prints Gram's",
     "bench newton-schulz --find-restarts": "in a clone, "
     "`cd tests && python -m figures.restart_errors --find`",
+    "bench speeds": "no flag takes speeds now; on slow links give --muon-homes local "
+    "(docs/performance.md)",
     "bench step --plot": "--json FILE has every figure, for a script of your own",
     (
         "bench step --muon-tp-mode"

@@ -43,10 +43,6 @@ _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cuda_symmetric": ((range(4, NODE + 1), 6144),),
 }
 
-# From which short side on these squares travel in two halves. Smaller ones would gain
-# less than the host, which starts twice as many messages then, takes longer.
-_IN_HALVES = 6144
-
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9
 # of 16 at 2,048, 17 of 32 at 4,096. Flops are counted as 9 of 16 at every size, always
 # a whole number, so that homes balance time and not the flops of plain products. Rows
@@ -128,7 +124,7 @@ def strip_flops(
         return _flops(short, long, numerics, kind, takes_gram=takes)
     start, stop = square_rows(short, number, count)
     square = 2 * (stop - start) * short * short
-    first = _flops_in_halves(short, long, kind)
+    first = symmetric_flops(short, long, kind)
     if takes:
         return _gram_flops(short, long, numerics.segments, first, square)
     return _standard_flops(short, long, numerics, first, square)
@@ -169,19 +165,6 @@ def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
     makes.
     """
     return number * short // count, (number + 1) * short // count
-
-
-def halves(short: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of the columns of a square that travel together, where homes make
-    rows of it: two halves of a large square.
-
-    While one half travels, the other one is multiplied. Rows of both begin at multiples
-    of 16 bytes, or the square travels whole.
-    """
-    if short < _IN_HALVES or short % _KERNEL_ALIGNMENT:
-        return ((0, short),)
-    middle = short // (2 * _KERNEL_ALIGNMENT) * _KERNEL_ALIGNMENT
-    return ((0, middle), (middle, short))
 
 
 def gathers_of_rows(
@@ -251,15 +234,6 @@ def _products_of_squares(short: int, numerics: Numerics) -> Device:
     """The kind of device whose products of ``(short, short)`` these are."""
     has_kernel = numerics.products == "cuda_symmetric"
     return "cuda" if has_kernel and not fits_kernel(short, short) else numerics.products
-
-
-def _flops_in_halves(short: int, long: int, kind: Device) -> int:
-    """Flops of XXᵀ, half of whose columns are made at a time: two squares, and what is
-    below the first one.
-    """
-    sizes = [stop - start for start, stop in halves(short)]
-    below = 2 * sizes[0] * sum(sizes[1:]) * long
-    return below + sum(symmetric_flops(size, long, kind) for size in sizes)
 
 
 def _kind_of(products: Device, *, takes_gram: bool) -> Device:

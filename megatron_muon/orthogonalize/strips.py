@@ -12,7 +12,7 @@ differs from a whole matrix's by rounding only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import factor_of
 from megatron_muon.orthogonalize.iteration import (
-    halves,
     makes_rows,
     square_rows,
     strips_take_gram,
@@ -40,19 +39,12 @@ from megatron_muon.orthogonalize.normalization import (
 from megatron_muon.orthogonalize.numerics import Numerics, Segments, Steps
 
 
-class Arriving(Protocol):
-    """A tensor that messages under way complete."""
-
-    def wait(self) -> Tensor:
-        """The tensor; the first call waits for the messages."""
-
-
 class Sharing(Protocol):
     """The homes of a matrix's strips; each of them calls the same methods in the same
     order.
 
     Each strip has its rows of a square (``iteration.square_rows``), and a home those of
-    its strips, one after another. Squares may come in parts of some of their columns.
+    its strips, one after another.
 
     Attributes:
         numbers: numbers of the strips that are here.
@@ -70,17 +62,16 @@ class Sharing(Protocol):
         fp32.
         """
 
-    def start_sum(self, squares: Sequence[Tensor]) -> Arriving:
+    def add(self, squares: Sequence[Tensor]) -> Tensor:
         """This home's rows of the sum of all strips' squares, from the squares of those
-        that are here, each ``(m, k)`` and contiguous. Nothing may change them before
-        the wait.
+        that are here, each ``(m, m)`` and contiguous.
 
         They are added in fp32 in the order of strips, and rounded to the dtype of
         squares.
         """
 
-    def start_together(self, rows: Tensor) -> Arriving:
-        """``(m, k)`` from each home's rows, ``(rows here, k)``."""
+    def together(self, rows: Tensor) -> Tensor:
+        """``(m, m)`` from each home's rows, ``(rows here, m)``."""
 
 
 def orthogonalize_strips(
@@ -177,7 +168,7 @@ def _gram(
         unscale = products.unscale(is_last=number == len(parts) - 1)
         if by_rows:
             q = _factor_by_rows([shared.square(x)], part, shared)
-            shared.apply(q, x, products, alpha=unscale)
+            _apply(q, x, products, alpha=unscale)
             del q
             continue
         gram = [_whole_square(x, of_squares, sharing)]
@@ -203,7 +194,7 @@ def _standard(
             p, alpha = shared.square(x), b  # Z = αP
             if c != 0:
                 p, alpha = shared.product(p, p, p, beta=b, alpha=c), 1.0
-            shared.apply(p, x, products, beta=a * unscale, alpha=alpha * unscale)
+            _apply(p, x, products, beta=a * unscale, alpha=alpha * unscale)
             del p
             continue
         square, alpha = products.power_sum(_whole_square(x, products, sharing), b, c)
@@ -215,8 +206,8 @@ def _standard(
 
 def _whole_square(x: Sequence[Tensor], products: Products, sharing: Sharing) -> Tensor:
     """XXᵀ, ``(m, m)``, the sum of those of all strips."""
-    rows = sharing.start_sum([products.square(one) for one in x]).wait()
-    return sharing.start_together(products.rounded(rows)).wait()
+    rows = sharing.add([products.square(one) for one in x])
+    return sharing.together(products.rounded(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,45 +215,29 @@ class _Square:
     """A square, ``(m, m)``, of which each strip makes rows."""
 
     rows: list[Tensor]  # of each strip that is here
-    # its columns, or halves of them, with the rows of all strips; none where only the
-    # rows are needed
-    halves: list[Arriving]
+    whole: Tensor | None = None  # the rows of all strips; None where it is not needed
 
 
 class _ByRows:
     """Squares and products of squares of which each strip makes its rows.
 
-    A product's rows follow from the same rows of its left operand, and half of its
-    columns from the same half of its right one. So each half of a large square travels
-    as soon as it is made, while the other one is multiplied.
+    A product's rows follow from the same rows of its left operand.
     """
 
     def __init__(self, short: int, products: Products, sharing: Sharing) -> None:
         self._products = products
         self._sharing = sharing
-        self._halves = halves(short)
         self._spans = [
             square_rows(short, number, sharing.count) for number in sharing.numbers
         ]
 
     def square(self, x: Sequence[Tensor]) -> _Square:
         """XXᵀ, the sum of those of all strips."""
-        strips = [self._square_in_halves(one) for one in x]
-        sums = []
-        for _ in self._halves:
-            squares = [next(of_strip) for of_strip in strips]
-            sums.append(self._sharing.start_sum(squares))
-            del squares
-        del strips  # they hold the squares
-        own: list[Tensor] = []
-        arriving: list[Arriving] = []
-        for half in sums:
-            own.append(self._products.rounded(half.wait()))
-            arriving.append(self._sharing.start_together(own[-1]))
+        rows = self._sharing.add([self._products.square(one) for one in x])
+        rows = self._products.rounded(rows)
         sizes = [stop - start for start, stop in self._spans]
-        return _Square(
-            list(torch.split_with_sizes(torch.cat(own, dim=1), sizes)), arriving
-        )
+        own = list(torch.split_with_sizes(rows, sizes))
+        return _Square(own, self._sharing.together(rows))
 
     def product(
         self,
@@ -275,23 +250,12 @@ class _ByRows:
         travels: bool = True,
     ) -> _Square:
         """``beta·linear + alpha·left@right``."""
-        rows = [torch.empty_like(own) for own in left.rows]
-        arriving: list[Arriving] = []
-        for columns, half in zip(self._halves, right.halves, strict=True):
-            square = half.wait()
-            within = slice(*columns)
-            for out, own, added in zip(rows, left.rows, linear.rows, strict=True):
-                self._products.product(
-                    own,
-                    square,
-                    added[:, within],
-                    beta=beta,
-                    alpha=alpha,
-                    out=out[:, within],
-                )
-            if travels:
-                arriving.append(self._together(rows, within))
-        return _Square(rows, arriving)
+        assert right.whole is not None
+        rows = [
+            self._products.product(own, right.whole, added, beta=beta, alpha=alpha)
+            for own, added in zip(left.rows, linear.rows, strict=True)
+        ]
+        return self._together(rows, travels=travels)
 
     def plus_diagonal(
         self, power: _Square, alpha: float, a: float, *, travels: bool
@@ -302,61 +266,30 @@ class _ByRows:
             made = self._products.rounded(torch.mul(own, alpha))
             made.diagonal(start).add_(a)
             rows.append(self._products.rounded(made))
-        columns = self._halves if travels else ()
-        return _Square(rows, [self._together(rows, slice(*each)) for each in columns])
+        return self._together(rows, travels=travels)
 
-    def apply(
-        self,
-        square: _Square,
-        x: list[Tensor],
-        products: Products,
-        *,
-        beta: float | None = None,
-        alpha: float,
-    ) -> None:
-        """X ← ``beta·X + alpha·SX``, by ``products``; beta None: no linear term.
+    def _together(self, rows: list[Tensor], *, travels: bool) -> _Square:
+        """A square from its rows at each home."""
+        if not travels:
+            return _Square(rows)
+        own = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return _Square(rows, self._sharing.together(own))
 
-        S is symmetric but for rounding, so half of its columns make half of the
-        result's rows.
-        """
-        for at, one in enumerate(x):
-            made = one.new_empty(one.shape)
-            for columns, half in zip(self._halves, square.halves, strict=True):
-                within = slice(*columns)
-                linear = None if beta is None else one[within]
-                products.product(
-                    half.wait().mT,
-                    one,
-                    linear,
-                    beta=beta or 0.0,
-                    alpha=alpha,
-                    out=made[within],
-                )
-            x[at] = made
 
-    def _square_in_halves(self, x: Tensor) -> Iterator[Tensor]:
-        """Halves of the columns of XXᵀ, or all of a small one: what the second half has
-        above its own square is what the first one has below.
-        """
-        if len(self._halves) == 1:
-            yield self._products.square(x)
-            return
-        (_, middle), _ = self._halves
-        upper, lower = x[:middle], x[middle:]
-        first = x.new_empty(x.size(0), middle)
-        self._products.square(upper, out=first[:middle])
-        below = first[middle:]
-        unscale = self._products.scale**-2
-        self._products.product(lower, upper.mT, alpha=unscale, out=below)
-        yield first
-        second = x.new_empty(x.size(0), x.size(0) - middle)
-        second[:middle].copy_(below.mT)
-        self._products.square(lower, out=second[middle:])
-        yield second
-
-    def _together(self, rows: Sequence[Tensor], within: slice) -> Arriving:
-        """Columns of a square, from its rows at each home."""
-        return self._sharing.start_together(torch.cat([own[:, within] for own in rows]))
+def _apply(
+    square: _Square,
+    x: list[Tensor],
+    products: Products,
+    *,
+    beta: float | None = None,
+    alpha: float,
+) -> None:
+    """X ← ``beta·X + alpha·SX``; beta None: no linear term. S is symmetric but for
+    rounding, and its columns make the rows of the result.
+    """
+    assert square.whole is not None
+    for at, one in enumerate(x):
+        x[at] = products.times(square.whole.mT, one, beta=beta, alpha=alpha)
 
 
 def _factor_by_rows(held: list[_Square], steps: Steps, by_rows: _ByRows) -> _Square:
@@ -376,9 +309,6 @@ def _factor_by_rows(held: list[_Square], steps: Steps, by_rows: _ByRows) -> _Squ
             travels = len(steps) > 1
             power = by_rows.product(gram, gram, gram, beta=b, alpha=c, travels=travels)
         if is_last:
-            if factor is None:  # which may need only rows of R
-                for under_way in gram.halves:
-                    under_way.wait()
             del gram
         else:  # R ← (a + Z)R(a + Z)
             half = by_rows.product(
@@ -389,7 +319,7 @@ def _factor_by_rows(held: list[_Square], steps: Steps, by_rows: _ByRows) -> _Squ
             del half
         if factor is None:  # before, Q is 1
             factor = by_rows.plus_diagonal(power, alpha, a, travels=is_last)
-        else:  # while R travels
+        else:
             factor = by_rows.product(
                 factor, power, factor, beta=a, alpha=alpha, travels=is_last
             )

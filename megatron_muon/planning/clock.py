@@ -1,13 +1,12 @@
-"""The time of a stage's step by two speeds, in integers.
+"""The time of a stage's step, in integers; a plan's strips are chosen by it.
 
-Every choice of a plan asks this clock: how many strips, which homes, which rounds, and
-which layout of buffers. It runs the events of ``schedule`` on all ranks. A rank makes
-its products one after another, and its link carries the messages of one round at a
-time. A rank waits for all that it sends and receives, so for its peers to begin, and
-for its part of their links. Elementwise work, AdamW's part and the host take no time
-here: they hardly depend on what is chosen.
+It runs the events of ``schedule`` on all ranks. A rank makes its products one after
+another, and its link carries the messages of one round at a time. A rank waits for all
+that it sends and receives, so for its peers to begin, and for its part of their links.
+Elementwise work, AdamW's part and the host take no time here: they hardly depend on
+what is chosen.
 
-Times are in the unit of ``homes.Price``. ``pricing.step`` runs every operation;
+Times are in flops (``sharing.speeds``). ``pricing.step`` runs every operation;
 ``test_shared_models`` holds the choices to its times.
 """
 
@@ -17,14 +16,26 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.planning.homes import Speeds, Work
+from megatron_muon.planning.homes import Work
 from megatron_muon.planning.schedule import round_numbers, step_events
-from megatron_muon.planning.sharing.strip_time import MESSAGE_PS, PEER_PS
+from megatron_muon.planning.sharing.speeds import (
+    BATCH,
+    MESSAGE,
+    NETWORK_BYTE,
+    NODE_BYTE,
+    PEER,
+)
 
-# Matrices of one size that a home has in a round are a batch, and the last wave of its
-# products does not fill a GPU.
-_BATCH_PS = 100_000_000
 _Pairs = Mapping[tuple[int, int], int]  # elements by (holder, home)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A stage's ranks and the elements that travel between them."""
+
+    size: int  # number of ranks
+    neighbours: int  # see RankGrid
+    itemsize: int  # bytes of an element
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +51,30 @@ def clocked(
     works: Sequence[Work],
     homes: Sequence[int],
     rounds: Sequence[Sequence[int]],
-    speeds: Speeds,
-    size: int,
+    links: Links,
 ) -> list[Round]:
     """What each round asks of ranks and links.
 
     Args:
         works, homes: of each matrix and strip.
         rounds: indices of parameters per round.
-        speeds: of the ranks and their links.
-        size: number of ranks.
+        links: of the stage.
     """
-    price = speeds.price
     round_of = round_numbers(rounds)
     slices: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in rounds]
     at_home: list[dict[int, int]] = [defaultdict(int) for _ in rounds]
     batches: set[tuple[int, int, int, int]] = set()
     for work, home in zip(works, homes, strict=True):
         number = round_of[work.parameter]
-        at_home[number][home] += work.time(price)
+        at_home[number][home] += work.load
         batches.add((number, home, work.flops, work.numel))
         for rank, elements in work.held.items():
             if rank != home:
                 slices[number][rank, home] += elements
     for number, home, _, _ in batches:
-        at_home[number][home] += _BATCH_PS * price.picosecond
+        at_home[number][home] += BATCH
     return [
-        Round(work, pairs, _links(pairs, speeds, size))
+        Round(work, pairs, _link_times(pairs, links))
         for work, pairs in zip(at_home, slices, strict=True)
     ]
 
@@ -118,20 +126,20 @@ def _exchanged(round: Round, link: list[int], done: Sequence[int]) -> Mapping[in
     return ends
 
 
-def _links(pairs: _Pairs, speeds: Speeds, size: int) -> Mapping[int, int]:
+def _link_times(pairs: _Pairs, links: Links) -> Mapping[int, int]:
     """The time of each rank's messages: results take the same way back.
 
     A peer's link takes the messages of several ranks at once, so a small one is through
     before others.
     """
-    price, neighbours, faster = speeds.price, speeds.neighbours, speeds.faster
-    total = [0] * (4 * size)  # time, by way: out or in, far or near
-    count = [0] * (4 * size)
+    total = [0] * (4 * links.size)  # time, by way: out or in, far or near
+    count = [0] * (4 * links.size)
     messages = []
     for (holder, home), elements in pairs.items():
-        time, out, into = elements * price.element, 4 * holder, 4 * home + 1
-        if holder // neighbours == home // neighbours:
-            time, out, into = time // faster, out + 2, into + 2
+        byte, out, into = NETWORK_BYTE, 4 * holder, 4 * home + 1
+        if holder // links.neighbours == home // links.neighbours:
+            byte, out, into = NODE_BYTE, out + 2, into + 2
+        time = elements * links.itemsize * byte
         messages.append((out, into, time))
         total[out] += time
         total[into] += time
@@ -143,11 +151,10 @@ def _links(pairs: _Pairs, speeds: Speeds, size: int) -> Mapping[int, int]:
             takes[out] = max(takes[out], min(time * count[into], total[into]))
         if takes[into] < total[out]:
             takes[into] = max(takes[into], min(time * count[out], total[out]))
-    links = {}
-    for rank in range(size):
+    times = {}
+    for rank in range(links.size):
         first = 4 * rank
         peers = sum(count[first : first + 4])
         if peers:
-            latency = (MESSAGE_PS + PEER_PS * peers) * price.picosecond
-            links[rank] = max(takes[first : first + 4]) + latency
-    return links
+            times[rank] = max(takes[first : first + 4]) + MESSAGE + PEER * peers
+    return times

@@ -171,7 +171,7 @@ def make_plan(
         parameters: the stage's Muon parameters, in an order that is the same on all
             ranks.
         grid: the stage's ranks.
-        numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
+        numerics: of the run; with it ``homes``, ``split_matrices`` and ``round_bytes``.
         earlier: plans of the stage's optimizers that step before; homes balance all of
             them.
         later: ``flops_of`` those after it. Where they fill the ranks, it gains nothing

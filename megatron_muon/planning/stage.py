@@ -1,66 +1,49 @@
 """What is chosen for the matrices of a stage: their strips, homes and rounds.
 
-Where ``link_gbytes`` is not stated, work alone decides what leaves the rank that holds
-most of it (``homes``), as on links that are fast beside it. Where it is stated, homes
-by work and the largest holders are both improved, and the clock decides. The first
-choice, by work, stays unless another gains ``_LEAST_GAIN``. Of the ways to cut rounds,
-and of the numbers of strips, the clock takes the shortest. Plain integers, the same on
+Of six numbers of strips the clock takes the one whose step is shortest; homes follow by
+work (``homes``), rounds are as few as fit (``rounds.cut``). Plain integers, the same on
 every rank and restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
 from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.clock import clocked, step_times
+from megatron_muon.planning.clock import Links, clocked, step_times
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.homes import (
-    HOME_SLACK,
-    Loads,
-    Price,
-    Speeds,
-    Work,
-    choose_homes,
-    improved_by_time,
-    prices,
-)
+from megatron_muon.planning.homes import HOME_SLACK, Work, choose_homes
 from megatron_muon.planning.layout import MatrixShape, Parameter
-from megatron_muon.planning.rounds.cut import ROUND_PS, Rounds, ways_to_cut
-from megatron_muon.planning.sharing.strip_time import (
-    LARGE_PRODUCTS,
-    StripTime,
-    faster_near,
-    strip_time,
-)
-from megatron_muon.planning.sharing.strips import (
-    LEAST_SHARED_PS,
-    Counts,
-    Kind,
-    can_share,
-    choose_counts,
-    in_strips,
-    is_far,
-    strip_homes,
-    with_few_far,
-)
+from megatron_muon.planning.rounds.cut import Rounds, rounds_of
+from megatron_muon.planning.sharing.strip_time import strip_time
+from megatron_muon.planning.sharing.strips import can_share, in_strips, strip_homes
 from megatron_muon.planning.slices import Matrix, held_elements
-from megatron_muon.settings.config import HomePolicy
-from megatron_muon.settings.patterns import AT_HOMES, only
+from megatron_muon.settings.run import NODE
 
-# the bound is about as far from the time model's order of choices
-_LEAST_GAIN = Fraction(1, 96)
-_LEAST_PS = 200_000_000  # less is no gain
+# Flops of Newton-Schulz below which a matrix is not shared by itself: whole, it takes
+# less than a seventh of what its homes wait for each other.
+LEAST_SHARED = 20_000_000_000
+# Strips that gain less are not worth other bits: the clock is within some 7 % of the
+# time model without experts, and further off with them.
+_LEAST_GAIN = Fraction(5, 100)
+# Work of a matrix for each of its strips, in shares of a rank of all work. Smaller
+# strips are even, but squares take longer: with one share in place of 3/2 Llama-3-8B at
+# TP 2 takes 11.0 ms on 256 GPUs, not 8.9.
+_SHARES = Fraction(3, 2), Fraction(1, 2)
 # A matrix that leaves its rank for another's travels there and back, between nodes in
 # 1.6 to 2.4 times its own Newton-Schulz by the same model, of 2,048 x 7,168 without and
 # with a kernel.
 _LEAVES = 2
+
+
+Counts = Mapping[MatrixShape, int]  # strips of the matrices of a kind; others are whole
 
 
 class Choice(NamedTuple):
@@ -69,7 +52,6 @@ class Choice(NamedTuple):
     works: Sequence[Work]
     homes: Sequence[int]
     rounds: Rounds
-    time: int = 0  # of the step by both speeds
 
 
 class Cut(NamedTuple):
@@ -80,9 +62,10 @@ class Cut(NamedTuple):
     parameters: Sequence[Parameter]
     works: Sequence[Work]
 
-    @property
-    def matrices(self) -> list[MatrixShape]:
-        return [shape for each in self.parameters for shape in each.matrices]
+
+def _kind(shape: MatrixShape) -> MatrixShape:
+    """What matrices that get as many strips have in common."""
+    return replace(shape, name="")
 
 
 def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
@@ -100,18 +83,13 @@ class Stage:
 
     Args:
         grid: its ranks.
-        numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
+        numerics: of the run; with it ``homes``, ``split_matrices`` and ``round_bytes``.
         earlier: what was chosen for the optimizers that step before.
         later: flops of those that step after. They have homes by what ranks have to do
             by then.
 
     Attributes:
-        before: what each rank has to do for earlier optimizers: Newton-Schulz, and its
-            link as a home.
-        speeds: the clock's, as they are stated; where no link is, those of ``large``,
-            between nodes ``LINK_GBYTES``, which are nearly those of a port of 400
-            Gbit/s for each GPU.
-        large: the same, but for the speed of large products on an H100.
+        before: what each rank has to do for earlier optimizers, in flops.
     """
 
     def __init__(
@@ -122,22 +100,12 @@ class Stage:
         later: int = 0,
     ) -> None:
         self.grid, self.numerics, self.later = grid, numerics, later
-        link, self._price = numerics.config.link_gbytes, prices(numerics)
-        faster = faster_near(link, grid.size, grid.neighbours)
-        stated = Speeds(self._price, grid.neighbours, faster)
-        self.large = replace(stated, price=_at_large(self._price))
-        self.speeds = self.large if link is None else stated
-        flops = [0] * grid.size
-        times = [0] * grid.size
+        self.before = [0] * grid.size
         for choice in earlier:
             for work, home in zip(choice.works, choice.homes, strict=True):
-                flops[home] += work.load
-                times[home] += work.time_as_home(home, self._price)
-        self.before = Loads(tuple(flops), tuple(times))
-        self._begun = {
-            speeds: [clocked(*choice[:3], speeds, grid.size) for choice in earlier]
-            for speeds in (self.speeds, self.large)
-        }
+                self.before[home] += work.load
+        self._links = Links(grid.size, grid.neighbours, numerics.itemsize)
+        self._begun = [clocked(*choice, self._links) for choice in earlier]
 
     def choose(
         self, parameters: Sequence[Parameter]
@@ -145,68 +113,102 @@ class Stage:
         """The parameters with shared matrices in strips, and what is chosen for
         them.
         """
-        config = self.numerics.config
-        if not config.homes_by_link:
-            (cut,) = self._cuts(parameters, [config.homes])
-            homes = self._homes(cut, config.homes)
-            return cut.parameters, self.in_rounds(cut.works, homes)
-        found = []
-        for cut in self._cuts(parameters, ["balanced", "local"]):
-            choices = [self._homes(cut, "balanced"), self._homes(cut, "local")]
-            found.append((cut.parameters, self.fastest(cut.works, choices)))
-        return min(found, key=lambda one: one[1].time)
+        cut = self._cut(parameters)
+        homes = self._homes(cut)
+        rounds = rounds_of(cut.works, homes, self.numerics)
+        return cut.parameters, Choice(cut.works, homes, rounds)
 
-    def fastest(
-        self, works: Sequence[Work], choices: Sequence[Sequence[int]]
-    ) -> Choice:
-        """The homes with which a step is shortest.
+    def _cut(self, parameters: Sequence[Parameter]) -> Cut:
+        """The parameters with shared matrices cut."""
+        split = self.numerics.split
 
-        Args:
-            works: of each matrix and strip.
-            choices: homes to begin with. Each, and then what is improved, has to gain
-                on the best.
+        @cache
+        def cut(index: int, counts: tuple[int, ...]) -> tuple[Parameter, list[Work]]:
+            """A parameter with each matrix in so many strips."""
+            made = in_strips(parameters[index], counts)
+            return made, self._works(made, index)
+
+        def cut_all(counts: Counts, others: int = 1) -> Cut:
+            cuts = []
+            for index, parameter in enumerate(parameters):
+                wanted = (counts.get(_kind(m), others) for m in parameter.matrices)
+                possible = map(self._possible, parameter.matrices, wanted)
+                cuts.append(cut(index, tuple(possible)))
+            works = chain.from_iterable(works for _, works in cuts)
+            return Cut([parameter for parameter, _ in cuts], list(works))
+
+        def timed(counts: Counts) -> int:
+            return self._in_one_round(cut_all(counts))
+
+        if split != "auto":
+            return cut_all({}, 1 if split == "off" else split)
+        return cut_all(self._counts(parameters, timed))
+
+    def _counts(
+        self, parameters: Sequence[Parameter], timed: Callable[[Counts], int]
+    ) -> Counts:
+        """The numbers of strips with which a step is shortest: none, 2, 4 or 8 for each
+        large matrix, or as many as its work takes, and of these only what gains.
         """
-        homes = list(choices)
-        for first in choices:
-            homes += improved_by_time(works, first, self.before, self.speeds)
-        tried = [
-            self.in_rounds(works, each) for each in dict.fromkeys(map(tuple, homes))
+        large = self._large(parameters)
+        if not large:
+            return {}
+        work = sum(self.before) + self.later
+        for parameter in parameters:
+            work += sum(flops_of_matrix(m, self.numerics) for m in parameter.matrices)
+        size = self.grid.size
+        most = 1 << (min(NODE, size).bit_length() - 1)
+        tried: list[Counts] = [
+            dict.fromkeys(large, count) for count in (2, 4, 8) if count <= most
         ]
-        least = Fraction(_LEAST_PS * self.speeds.price.picosecond)
-        best = tried[0]
-        for choice in tried:
-            if choice.time < best.time - max(best.time * _LEAST_GAIN, least):
-                best = choice
+        for shares in _SHARES:
+            share = shares * work / size
+            tried.append({kind: self._strips(kind, share, most) for kind in large})
+        best: Counts = {}
+        least: Fraction | int = timed(best) * (1 - _LEAST_GAIN)
+        for counts in tried:
+            time = timed(counts)
+            for kind in large:  # what gains nothing stays whole
+                others = {**counts, kind: 1}
+                without = timed(others)
+                if without <= time:
+                    counts, time = others, without
+            if time < least:
+                best, least = counts, time
         return best
 
-    def in_rounds(self, works: Sequence[Work], homes: Sequence[int]) -> Choice:
-        """These homes, in the rounds with which a step is shortest."""
-        choices = []
-        for rounds in ways_to_cut(works, homes, self.numerics):
-            _, ends = self._times(works, homes, rounds, self.speeds)
-            choices.append(Choice(works, homes, rounds, max(ends)))
-        one_more = ROUND_PS * self.speeds.price.picosecond
-        return min(choices, key=lambda one: one.time + len(one.rounds) * one_more)
+    def _large(self, parameters: Sequence[Parameter]) -> list[MatrixShape]:
+        """The kinds of matrices that gain by being shared by themselves."""
+        kinds: dict[MatrixShape, None] = {}
+        for parameter in parameters:
+            counts = [2] * len(parameter.matrices)
+            if in_strips(parameter, counts) is not parameter:
+                kinds |= dict.fromkeys(map(_kind, parameter.matrices))
+        return [
+            kind
+            for kind in kinds
+            if ns_flops(*kind.unit, self.numerics.where(kind.own)) >= LEAST_SHARED
+        ]
 
-    def _times(
-        self,
-        works: Sequence[Work],
-        homes: Sequence[int],
-        rounds: Sequence[Sequence[int]],
-        speeds: Speeds,
-    ) -> tuple[list[int], list[int]]:
-        """See ``step_times``."""
-        own = clocked(works, homes, rounds, speeds, self.grid.size)
-        return step_times([*self._begun[speeds], own], self.grid.size)
+    def _strips(self, kind: MatrixShape, share: Fraction, most: int) -> int:
+        """The least power of two that a kind has no more such shares than, or
+        ``most``.
+        """
+        count = math.ceil(flops_of_matrix(kind, self.numerics) / share)
+        return min(1 << (count - 1).bit_length(), most)
 
-    def _homes(self, cut: Cut, policy: HomePolicy) -> Sequence[int]:
+    def _possible(self, shape: MatrixShape, count: int) -> int:
+        numerics = self.numerics.where(shape.own)
+        can = count > 1 and can_share(shape.rows, shape.cols, count, numerics)
+        return count if can else 1
+
+    def _homes(self, cut: Cut) -> Sequence[int]:
         """The home of each matrix by work."""
-        strips = [shape.strip for shape in cut.matrices]
-        chosen = strip_homes(strips, cut.works, self.before.flops)
+        strips = [shape.strip for each in cut.parameters for shape in each.matrices]
+        chosen = strip_homes(strips, cut.works, self.before)
         ranks = self.before, self.grid.neighbours
-        return choose_homes(
-            cut.works, self.grid.size, policy, self._price, chosen, *ranks
-        )
+        policy = self.numerics.config.homes
+        return choose_homes(cut.works, self.grid.size, policy, chosen, *ranks)
 
     def _works(self, parameter: Parameter, index: int) -> list[Work]:
         """The work of each matrix of a parameter, which has this index."""
@@ -216,106 +218,26 @@ class Stage:
         for shape, by_rank in zip(parameter.matrices, held, strict=True):
             flops, numel = flops_of_matrix(shape, numerics), shape.rows * shape.cols
             own = numerics.where(shape.own)
-            strip = strip_time(shape.strip, numel, grid.size, own, grid.neighbours)
-            beside = self._flops_beside(strip) if shape.strip else 0
-            works.append(Work(flops, numel, by_rank, *strip, index, beside))
+            beside = strip_time(shape.strip, numel, grid.size, own, grid.neighbours)
+            works.append(Work(flops, numel, by_rank, beside, index))
         return works
 
-    def _flops_beside(self, strip: StripTime) -> int:
-        """Flops that take as long as what a strip takes beside its own."""
-        price = self.large.price
-        time = strip.elements * price.element + strip.waits * price.picosecond
-        return time // price.flop
-
-    def _cuts(
-        self, parameters: Sequence[Parameter], policies: Sequence[HomePolicy]
-    ) -> list[Cut]:
-        """The parameters with shared matrices cut, once for each policy that has other
-        strips.
-        """
-        numerics = self.numerics
-
-        def can(kind: Kind, count: int) -> bool:
-            return can_share(kind.rows, kind.cols, count, numerics.where(kind.own))
-
-        @cache
-        def cut(index: int, counts: tuple[int, ...]) -> tuple[Parameter, list[Work]]:
-            """A parameter with each matrix in so many strips: a plan tries few counts
-            of each.
-            """
-            made = in_strips(parameters[index], counts)
-            return made, self._works(made, index)
-
-        kinds: list[list[Kind]] = []  # of the matrices of each parameter
-        for index, parameter in enumerate(parameters):
-            _, works = cut(index, (1,) * len(parameter.matrices))
-            every = zip(parameter.matrices, works, strict=True)
-            kinds.append([self._kind(shape, work) for shape, work in every])
-        kinds = with_few_far(kinds)
-
-        def cut_all(counts: Counts, others: int = 1) -> Cut:
-            cuts = []
-            for index, own in enumerate(kinds):
-                wanted = [
-                    counts.get(kind, counts.get(kind.near(), others)) for kind in own
-                ]
-                possible = [
-                    count if can(kind, count) else 1
-                    for kind, count in zip(own, wanted, strict=True)
-                ]
-                cuts.append(cut(index, tuple(possible)))
-            works = chain.from_iterable(works for _, works in cuts)
-            return Cut([parameter for parameter, _ in cuts], list(works))
-
-        if numerics.split != "auto":
-            return [cut_all({}, 1 if numerics.split == "off" else numerics.split)]
-        least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
-        large: set[Kind] = set()
-        for parameter, own in zip(parameters, kinds, strict=True):
-            if in_strips(parameter, [2] * len(own)) is parameter:
-                continue
-            for shape, kind in zip(parameter.matrices, own, strict=True):
-                if ns_flops(*shape.unit, numerics.where(shape.own)) >= least:
-                    large.add(kind)
-        if not large:
-            return [cut_all({})]
-
-        def time_of(policy: HomePolicy, counts: Counts) -> int:
-            return self._in_one_round(cut_all(counts), policy)
-
-        size = self.grid.size
-        chosen: list[Counts] = []
-        for policy in policies:
-            counts = choose_counts(sorted(large), size, partial(time_of, policy), can)
-            if counts not in chosen:
-                chosen.append(counts)
-        return [cut_all(counts) for counts in chosen]
-
-    def _kind(self, whole: MatrixShape, work: Work) -> Kind:
-        own = only(whole.own, AT_HOMES)
-        return Kind(
-            whole.rows, whole.cols, own, is_far(work.held, self.grid.neighbours)
-        )
-
-    def _in_one_round(self, cut: Cut, policy: HomePolicy) -> int:
+    def _in_one_round(self, cut: Cut) -> int:
         """The time of a step with all matrices in one round, as it is where ranks are
         many enough to share.
         """
-        homes = self._homes(cut, policy)
+        homes = self._homes(cut)
         together = [range(len(cut.parameters))]
-        times = self._times(cut.works, homes, together, self.large)
-        flops = list(self.before.flops)
+        own = clocked(cut.works, homes, together, self._links)
+        times = step_times([*self._begun, own], self.grid.size)
+        flops = list(self.before)
         for work, home in zip(cut.works, homes, strict=True):
             flops[home] += work.load
-        return with_later(*times, flops, self.later, self.large.price)
+        return with_later(*times, flops, self.later)
 
 
 def with_later(
-    worked: Sequence[int],
-    ends: Sequence[int],
-    flops: Sequence[int],
-    later: int,
-    price: Price,
+    worked: Sequence[int], ends: Sequence[int], flops: Sequence[int], later: int
 ) -> int:
     """The time of a step whose later optimizers have no homes yet.
 
@@ -327,7 +249,6 @@ def with_later(
         worked, ends: times of each rank by then (``step_times``).
         flops: of each rank by then.
         later: flops of later optimizers.
-        price: of a flop.
     """
     size = len(flops)
     mean, share = (sum(flops) + later) // size, later // size
@@ -336,15 +257,5 @@ def with_later(
     for rank, here in enumerate(flops):
         leaves = min(share, max(0, here - room))
         fills = max(0, mean - here) if later else 0
-        last = max(
-            last,
-            ends[rank] + _LEAVES * leaves * price.flop,
-            worked[rank] + fills * price.flop,
-        )
-    return last + share * price.flop
-
-
-def _at_large(price: Price) -> Price:
-    """The same times, in a finer unit, where products are faster."""
-    slower, faster = LARGE_PRODUCTS.denominator, LARGE_PRODUCTS.numerator
-    return Price(price.flop * slower, price.element * faster, price.picosecond * faster)
+        last = max(last, ends[rank] + _LEAVES * leaves, worked[rank] + fills)
+    return last + share

@@ -3,7 +3,7 @@
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; among the homes that share a matrix,
 once before its squares, twice for each sum of them, once for each product of which
-they make rows (squares and products may go in halves, each by itself), once after them,
+they make rows, once after them,
 and twice where a wide matrix travels as rows; ``any_rank`` over all stages where
 Megatron's norm of the gradients is not finite, or not one for all its optimizers. With
 a clip of logits ``max_over`` the stage after each step. With block steps

@@ -149,15 +149,10 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
             Muon, whatever the routing says. Default: ().
         muon_exclude: Give the parameters whose names match a pattern to AdamW, whatever
             the routing says. Default: ().
-        homes: Choice of the rank that orthogonalizes a matrix. Default: 'auto'.
+        homes: Choice of the rank that orthogonalizes a matrix. Default: 'balanced'.
         split_matrices: Number of ranks that orthogonalize a long or a large matrix
             together, each a strip of it. auto: up to 8, where that shortens the busiest
             rank's time. Default: None.
-        rank_tflops: Speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of
-            homes. Default: 400.0.
-        link_gbytes: Speed of the exchange, for the choice of homes: GB/s (10^9 bytes)
-            that a rank sends, and as many that it receives; between nodes, where a
-            stage has several (inside, an H100's links are assumed). Default: None.
         node_ranks: Ranks of a node, or of another group with fast links. Default: 8.
         round_bytes: Cap on a rank's buffers for one round of the exchange, in bytes.
             Default: None.

@@ -44,6 +44,9 @@ FLAGS: dict[str, str] = {
     "--muon-use-syrk": "leave it out; --muon-symmetric-products chooses the kernel",
     "--muon-trace-dir": _PROFILE,
     "--muon-trace-steps": _PROFILE,
+    "--muon-link-gbytes": "leave it out; on slow links give --muon-homes local "
+    "(docs/performance.md)",
+    "--muon-rank-tflops": "leave it out; strips are chosen by an H100's speed",
 }
 
 # Settings of ``MuonConfig``.
@@ -53,6 +56,8 @@ FIELDS: dict[str, str] = {
     "early_param_gather": "leave it out; Megatron's overlap_param_gather hides the "
     "all-gather of parameters in the forward pass",
     "log_file": "give log_interval alone, and read megatron_muon.numbers(optimizer)",
+    "link_gbytes": "leave it out; on slow links set homes to 'local'",
+    "rank_tflops": "leave it out; strips are chosen by an H100's speed",
 }
 
 # Public names of ``megatron_muon``.

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from megatron_muon.settings import kinds
 from megatron_muon.settings.rows import UPSTREAM, row
 
-HomePolicy = Literal["auto", "balanced", "local"]
+HomePolicy = Literal["balanced", "local"]
 SplitMatrices = int | Literal["auto", "off"]
 
 _MOST_STRIPS = 64  # beyond, squares are all of the work
@@ -64,12 +64,11 @@ class RunSettings:
         without="The default is none.",
     )
     homes: HomePolicy = row(
-        "auto",
+        "balanced",
         "--muon-homes",
         "Choice of the rank that orthogonalizes a matrix. balanced evens out the "
-        "ranks' work. local sends the fewest bytes, and some ranks work longer. auto "
-        "is balanced; with --muon-link-gbytes, whatever makes the shortest step by "
-        "both speeds.",
+        "ranks' work. local sends the fewest bytes, and some ranks work longer: for "
+        "slow links (docs/performance.md).",
         kinds.choice(get_args(HomePolicy)),
     )
     split_matrices: SplitMatrices | None = row(
@@ -82,24 +81,6 @@ class RunSettings:
         kinds.count_or_words(("auto", "off"), "auto|off|RANKS", 2, _MOST_STRIPS),
         without="The default is auto on a GPU. It is off on a CPU, with "
         "--deterministic-mode and with --muon-log-interval.",
-    )
-    rank_tflops: float = row(
-        400.0,
-        "--muon-rank-tflops",
-        "Speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of homes. A run "
-        "never measures it: megatron-muon bench speeds does, and prints the flag.",
-        kinds.POSITIVE,
-        without="The default is 400, an assumption for an H100.",
-    )
-    link_gbytes: float | None = row(
-        None,
-        "--muon-link-gbytes",
-        "Speed of the exchange, for the choice of homes: GB/s (10^9 bytes) that a rank "
-        "sends, and as many that it receives; between nodes, where a stage has several "
-        "(inside, an H100's links are assumed). A run never measures it: megatron-muon "
-        "bench speeds does, and prints the flag.",
-        kinds.POSITIVE.or_none(),
-        without="The default is an assumption, 40 for a 400 Gbit/s port per rank.",
     )
     node_ranks: int = row(
         8,
@@ -146,10 +127,3 @@ class RunSettings:
         kinds.count("STEPS").or_none(),
         without="The default is never.",
     )
-
-    @property
-    def homes_by_link(self) -> bool:
-        """Whether the shortest step by both speeds decides the homes, not the work
-        alone.
-        """
-        return self.homes == "auto" and self.link_gbytes is not None

@@ -13,7 +13,7 @@ from support.models.model_flags import TINY as TINY_WORDS
 from support.processes import python
 
 LINES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
-OF_TORCH = [["bench", "newton-schulz"], ["bench", "speeds"]]  # torch's own speeds
+OF_TORCH = [["bench", "newton-schulz"]]  # torch's own speeds
 # without what only some environments have; prints each help, or what went wrong
 CODE = """
 import sys
@@ -78,10 +78,7 @@ SAID = {
     ): "--only speed: choose from bits, checkpoint, cost, doctor",
     "accept out --minutes 0": "argument --minutes: must be",
     "bench newton-schulz --device nowhere": "--device nowhere: cpu, cuda or cuda:N",
-    "bench speeds --ranks 4": (
-        "--ranks needs 4 GPUs (one per rank), but only 3 are visible"
-    ),
-    "bench speeds --shape 64": "a shape is ROWSxCOLS, got '64'",
+    "bench newton-schulz --shapes 64": "a shape is ROWSxCOLS, got '64'",
     "bench step --ep 2 --num-experts 3": "--num-experts 3 is not a multiple of --ep 2",
     (
         "bench step --tp 2 --dp 4"

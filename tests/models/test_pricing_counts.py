@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from megatron_muon.lab.pricing import memory
-from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA
+from megatron_muon.lab.pricing.hardware import MICRO, TERA
 from megatron_muon.lab.pricing.kernels import _normalisation, newton_schulz
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import around, host_python, price_step
 from megatron_muon.lab.pricing.strips import newton_schulz_strip
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, traffic_of
-from megatron_muon.orthogonalize import iteration
 from megatron_muon.orthogonalize.iteration import makes_rows, ns_flops, strip_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.layout import Span, Strip
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_time
+from megatron_muon.planning.sharing.speeds import (
+    FLOPS_PER_PS,
+    KERNEL,
+    MEMORY_BYTE,
+    MESSAGE,
+    NETWORK_BYTE,
+    NODE_BYTE,
+    PEER,
+)
+from megatron_muon.planning.sharing.strip_time import strip_time
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from megatron_muon.settings.rules import row_of
-from megatron_muon.settings.update import ElementwiseBy, Preset
+from megatron_muon.settings.update import ElementwiseBy
 from support.gpu.predicted import predicted
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.plans import flags_of, small_plan
@@ -249,7 +255,7 @@ def _check_peaks(
         assert abs(modelled[rank] - recorded) <= 0.02 * recorded + 512 * blocks
 
 
-LARGE = CONFIG.rank_tflops * TERA * 13 / 8  # flop/s
+LARGE = FLOPS_PER_PS * TERA  # flop/s
 SHAPES = [
     (14336, 4096),
     (28672, 4096),
@@ -281,21 +287,29 @@ def test_the_plan_and_the_time_model_have_the_same_price_for_a_strip(
             64,
             Numerics(CONFIG, device),
         )
-        link = own.elements * 2 / H100.network_link
         flops = strip_flops(
             rows, cols, rows // count, Numerics(CONFIG, device), number=0, count=count
         )
         priced = newton_schulz_strip(
             H100, shape, rows // count, count, count, Numerics(CONFIG, device)
         )
-        planned = flops / LARGE + link + own.waits * 1e-12
+        planned = (flops + own) / LARGE
         assert planned == pytest.approx(priced.seconds, rel=0.1), count
 
 
-def test_the_ratios_of_speeds_are_the_time_models() -> None:
-    assert H100.node_link / H100.network_link == pytest.approx(NODE_LINK, rel=0.06)
-    assert H100.memory / H100.network_link == pytest.approx(MEMORY, rel=0.11)
-    assert H100.network_link / GIGA == pytest.approx(LINK_GBYTES, rel=0.07)
+def test_the_clocks_speeds_are_the_time_models() -> None:
+    for byte, rate, off in (
+        (NETWORK_BYTE, H100.network_link, 0.01),
+        (NODE_BYTE, H100.node_link, 0.06),
+        (MEMORY_BYTE, H100.memory, 0.11),
+    ):
+        assert FLOPS_PER_PS * TERA / byte == pytest.approx(rate, rel=off)
+    for flops, microseconds in (
+        (MESSAGE, H100.message_us),
+        (PEER, H100.peer_us),
+        (KERNEL, H100.kernel_us),
+    ):
+        assert flops / FLOPS_PER_PS / 1e6 == pytest.approx(microseconds, rel=0.26)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
@@ -313,16 +327,6 @@ def test_homes_compute_rows_of_squares_where_it_is_faster(
         chosen = newton_schulz_strip(H100, *given).seconds
         makes = makes_rows(*shape, strips, numerics)
         least = 1 << 30 if makes else 1
-        with rows_of_small_squares(least, iteration._IN_HALVES):
+        with rows_of_small_squares(least):
             other = newton_schulz_strip(H100, *given).seconds
         assert chosen <= 1.05 * other or (short in range(4096, 6144) and not makes)
-
-
-@pytest.mark.parametrize("preset", get_args(Preset))
-def test_squares_travel_in_halves_where_that_is_faster(preset: Preset) -> None:
-    for short in (6144, 7168, 8192, 16384):
-        numerics = Numerics(MuonConfig(preset=preset))
-        given = H100, (4 * short, short), 4 * short // 8, 8, 8, numerics
-        in_halves = newton_schulz_strip(*given).seconds
-        with rows_of_small_squares(in_halves=1 << 30):
-            assert in_halves < 0.95 * newton_schulz_strip(*given).seconds

@@ -1,6 +1,4 @@
-"""From which size on homes of shared matrices make rows of squares, and send halves of
-them, as a test or a figure asks.
-"""
+"""From which size on homes of shared matrices make rows of squares, as a test asks."""
 
 from __future__ import annotations
 
@@ -10,11 +8,10 @@ from unittest import mock
 
 from megatron_muon.lab.pricing import strips
 from megatron_muon.orthogonalize import iteration
-from megatron_muon.planning.sharing import strip_time
 
 
 @contextmanager
-def rows_of_small_squares(least: int = 16, in_halves: int = 16) -> Iterator[None]:
+def rows_of_small_squares(least: int = 16) -> Iterator[None]:
     """For matrices whose short side is ``least`` or more, on every device, with any
     strips.
     """
@@ -25,12 +22,8 @@ def rows_of_small_squares(least: int = 16, in_halves: int = 16) -> Iterator[None
         iteration.makes_rows,
         iteration.strip_flops,
         strips.newton_schulz_strip,
-        strip_time._beside_products,
     )
-    with (
-        mock.patch.object(iteration, "_BY_ROWS", table),
-        mock.patch.object(iteration, "_IN_HALVES", in_halves),
-    ):
+    with mock.patch.object(iteration, "_BY_ROWS", table):
         for cached in caches:
             cached.cache_clear()
         try:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_muon import MuonConfig
-from megatron_muon.lab.routes.sentences import link_lines, pattern_lines
+from megatron_muon.lab.routes.sentences import pattern_lines
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import computing_line, not_shared_lines
@@ -76,28 +76,31 @@ def test_a_setting_that_left_is_no_change_at_a_load() -> None:
     assert config_of(saved["settings"]) == config_of(record(numerics)["settings"])
 
 
+def test_a_checkpoint_whose_homes_were_chosen_by_speeds_loads_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As 0.2.0 recorded them; homes change no bit."""
+    from megatron_muon.mcore.checkpoint import param_groups
+
+    saved = param_groups.record(Numerics(MuonConfig(), "cpu"))
+    speeds = {"homes": "auto", "rank_tflops": 600.0, "link_gbytes": 12.0}
+    saved["settings"].update(speeds)
+    monkeypatch.setattr(param_groups, "say", pytest.fail)
+    param_groups.check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
+    assert param_groups.config_of(saved["settings"]).homes == "balanced"
+
+
 def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
     saved = record(Numerics(MuonConfig(), "cpu"))
-    for name in ("rank_tflops", "link_gbytes", "round_bytes", "ns_batch"):
+    for name in ("round_bytes", "ns_batch"):
         del saved["settings"][name]
     # nothing differs: see above
     check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
     taken = {"ns_iteration": "standard", "ns_dtype": "bf16", "split_matrices": "off"}
-    assert rebuilt == MuonConfig(**taken, homes="balanced")
-
-
-def test_the_start_names_the_link_that_is_assumed_or_stated() -> None:
-    (assumed,), (stated,) = (
-        link_lines(MuonConfig(link_gbytes=link)) for link in (None, 7.0)
-    )
-    assert "no link_gbytes (--muon-link-gbytes) is given, so 40 is assumed" in assumed
-    assert stated.endswith(
-        "(--muon-rank-tflops) 400 and link_gbytes (--muon-link-gbytes) 7"
-    )
-    assert link_lines(MuonConfig(homes="local", link_gbytes=7.0)) == []
+    assert rebuilt == MuonConfig(**taken)
 
 
 @pytest.mark.parametrize("device", get_args(Device))

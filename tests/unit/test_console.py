@@ -9,10 +9,10 @@ import io
 import sys
 
 import pytest
+from megatron_muon.lab.bench.speeds import _spread
 
 from megatron_muon.console import first_names, say
 from megatron_muon.lab.accept.report import in_few_digits
-from megatron_muon.lab.bench.speeds import _spread
 from megatron_muon.lab.interrupts import run_command
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.tables import digits

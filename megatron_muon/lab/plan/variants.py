@@ -11,7 +11,6 @@ from megatron_muon.lab.plan.report import MB, MIB, ms
 from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.plan.rows import OURS, TITLES, Name
 from megatron_muon.lab.plan.run import RunPlan, plan_run
-from megatron_muon.lab.pricing.hardware import GIGA
 from megatron_muon.lab.progress import progress
 from megatron_muon.lab.routes.model_flags import REFUSALS, said
 from megatron_muon.lab.tables import aligned, listed
@@ -153,6 +152,7 @@ def table(
 def changes(plan: RunPlan) -> Iterator[Variant]:
     """The changes of a run that are worth a try, without those that it has already."""
     config, ranks = plan.config, plan.ranks
+    numerics = Numerics(config, plan.device)
 
     def change(flag: str, value: object, effect: str = "") -> Variant:
         return Variant(f"{flag} {value}", (flag, str(value)), effect)
@@ -163,18 +163,15 @@ def changes(plan: RunPlan) -> Iterator[Variant]:
     )
     if plan.device == "cuda":
         yield change("--products", "kernel", "quack-kernels must be installed")
-    if config.ns_dtype == "bf16":
+    if config.preset != "fast":
+        yield change("--muon-preset", "fast", _ROUNDING)
+    if numerics.dtype == "bf16":
         yield change("--muon-ns-dtype", "fp16", _ROUNDING)
-    iteration = "standard" if config.ns_iteration != "standard" else "auto"
+    iteration = "auto" if numerics.iteration == "standard" else "standard"
     yield change("--muon-ns-iteration", iteration, _ROUNDING)
-    if Numerics(config, plan.device).split == "off":
+    if numerics.split == "off":
         yield change("--muon-split-matrices", "auto", _ROUNDING)
-    yield change("--muon-homes", "local" if config.homes != "local" else "balanced")
-    if config.link_gbytes is None:
-        link = plan.hardware.node_link
-        if plan.slowest.row(plan.layout).between.most:
-            link = plan.hardware.network_link or link
-        yield change("--muon-link-gbytes", f"{link / GIGA:.4g}")
+    yield change("--muon-homes", "local" if config.homes == "balanced" else "balanced")
     sizes = [512, 2048, 8192]
     if config.round_bytes is not None:
         sizes = _doubled_and_halved(config.round_bytes // MIB)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from megatron_muon.lab.pricing.kernels import batches
 from megatron_muon.lab.pricing.work import RoundWork
 from megatron_muon.orthogonalize.iteration import (
-    halves,
     makes_rows,
     square_rows,
     squares_outside,
@@ -184,7 +183,7 @@ def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     adding = _adding(own, size, itemsize, by_rows=by_rows)
     if by_rows:
         rows = _rows_here(own) * short * itemsize
-        sent = rows if min(size, strip.count) > 1 else 0
+        sent = rows if len(own) > 1 and min(size, strip.count) > 1 else 0
         parts = numerics.segments if takes_gram else []
         multiplying = 2 * square + 2 * rows + sent
         for part in parts:
@@ -210,7 +209,7 @@ def _rows_here(own: Sequence[Matrix]) -> int:
 def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -> int:
     """Bytes while squares are added: those of the strips here, of several a copy that
     is sent, this home's rows of all others' squares, and its rows of the sum, in fp32
-    and rounded. Where squares travel in halves, these are of one half.
+    and rounded.
     """
     strip, short = own[0].strip, min(own[0].whole)
     assert strip is not None
@@ -219,8 +218,7 @@ def _adding(own: Sequence[Matrix], size: int, itemsize: int, *, by_rows: bool) -
     has_others = min(size, strip.count) > 1
     left = len(own) * square if has_others and len(own) > 1 else 0
     rounded = part if itemsize < _FP32 else 0  # a sum in fp32 is not copied
-    parts = len(halves(short)) if by_rows else 1
-    summing = (_FP32 * numbers + rounded) // parts
+    summing = _FP32 * numbers + rounded
     return len(own) * square + (strip.count - len(own)) * part + left + summing
 
 
@@ -231,7 +229,7 @@ def _making_rows(steps: int, square: int, rows: int, sent: int) -> int:
         steps: number of the segment's steps.
         square: bytes of a square that has come together.
         rows: bytes of this home's rows of one.
-        sent: bytes of those that are under way.
+        sent: bytes of a copy of those of several strips, which is sent.
     """
     if steps == 1:  # Q, of which P's rows are made
         return square + 2 * rows + sent

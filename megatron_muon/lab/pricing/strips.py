@@ -7,19 +7,13 @@ of operations are ``orthogonalize.strips``' on CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_muon.lab.pricing.hardware import MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost, Products, stream
-from megatron_muon.orthogonalize.iteration import (
-    halves,
-    makes_rows,
-    strips_take_gram,
-)
-from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.sharing.halves import Operation, operations, run
+from megatron_muon.orthogonalize.iteration import makes_rows, strips_take_gram
+from megatron_muon.orthogonalize.numerics import Numerics, Steps
 
 # Kernels of a strip in 16 bits, and bytes per element: largest entry, fp32 copy, its
 # division, its norm, division and cast, copy back. And per byte of a square: sums
@@ -45,26 +39,24 @@ def newton_schulz_strip(
     messages too.
 
     Squares are added over the homes: each receives its rows of all others' squares and
-    sends their sum to them. Where they make rows of squares, half of a square travels
-    while the other half is multiplied. Nothing else hides messages. ``whole`` is the
-    matrix, ``long`` the strip's length, ``count`` the number of strips.
+    sends their sum to them. Nothing hides messages. ``whole`` is the matrix, ``long``
+    the strip's length, ``count`` the number of strips.
     """
     short = min(whole)
     products = Products(hardware, short, long, 1, numerics)
     home = _Home(hardware, homes, products, -(-short // count))
     cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
     cost += (home.message(0) + Cost(0.0, 2)).times(2)
+    takes_gram = strips_take_gram(*whole, count, numerics)
     if makes_rows(*whole, count, numerics):
-        beta = not strips_take_gram(*whole, count, numerics)
-        for segment in operations(*whole, count, numerics):
-            cost += home.segment(segment, beta=beta)
-        return cost
-    square = short * short * numerics.itemsize
-    add = home.message(square).times(2) + home.sums(short)
-    if not strips_take_gram(*whole, count, numerics):
-        return cost + add.times(len(numerics.steps)) + products.standard_steps()
-    for part in numerics.segments:
-        cost += add + products.gram_segment([c != 0 for _, _, c in part])
+        steps = [(step,) for step in numerics.steps]
+        for part in numerics.segments if takes_gram else steps:
+            cost += home.added() + home.rows_of(part, takes_gram=takes_gram)
+    elif takes_gram:
+        for part in numerics.segments:
+            cost += home.added() + products.gram_segment([c != 0 for _, _, c in part])
+    else:
+        cost += home.added().times(len(numerics.steps)) + products.standard_steps()
     return cost
 
 
@@ -93,26 +85,25 @@ class _Home:
     products: Products
     rows: int
 
-    def segment(self, segment: Sequence[Operation], *, beta: bool) -> Cost:
-        """The cost of a Gram segment or of a step, where homes make rows of squares.
-
-        Args:
-            beta: whether QX has a linear term.
+    def rows_of(self, steps: Steps, *, takes_gram: bool) -> Cost:
+        """The cost of a Gram segment or of a step, without the sum of squares, where
+        homes make rows of squares.
         """
-        short = self.products.short
-        widths = [stop - start for start, stop in halves(short)]
-        costs = {one: self._made(one, widths, beta=beta) for one in segment}
-        sent = [self.message(short * each * self._itemsize) for each in widths]
-        seconds = run(
-            segment,
-            compute=lambda one: costs[one].seconds,
-            travel=lambda one: sent[one.half].seconds,
-            start=0.0,
-        )
-        others = [costs[one] for one in segment]
-        others += [sent[one.half] for one in segment if one.sends]
-        launches = sum(each.launches for each in others)
-        return Cost(seconds, launches, sum(each.host for each in others))
+        products, rows = self.products, self.rows
+        short, long = products.short, products.long
+        linear = products.copy(rows * short)
+        made = products.product(rows, short, short) + linear
+        sent = self.message(short * short * self._itemsize) + linear
+        cost = products.square(short, long) + products.product(short, long, short)
+        powers = sum(c != 0 for _, _, c in steps)
+        if not takes_gram:  # P, and the linear term of BX
+            return cost + (made + sent).times(powers) + products.copy(short * long)
+        # P, which only its home needs if there is one step; the next R, by way of half
+        # of it; Q, which at first is P plus a diagonal
+        cost += made.times(powers)
+        cost += sent.times(powers) if len(steps) > 1 else Cost()
+        cost += (made.times(3) + sent).times(len(steps) - 1)
+        return cost + linear + stream(self.hardware, 0) + sent
 
     def message(self, nbytes: float) -> Cost:
         """A square or a part of it, of which each home sends its share to the
@@ -123,37 +114,11 @@ class _Home:
         host = 2 * self.hardware.peer_host_us * (self.homes - 1) * MICRO
         return Cost(_latency(self.hardware, self.homes) + travels, 1, host)
 
-    def sums(self, width: int) -> Cost:
-        """The cost of adding squares, ``width`` of their columns."""
-        nbytes = self.products.short * width * self._itemsize
-        return stream(self.hardware, _SUM_BYTES * nbytes, self.homes + 3)
-
-    def _made(self, one: Operation, widths: Sequence[int], *, beta: bool) -> Cost:
-        """The cost of one operation, and of the copies of what it sends."""
-        products, rows = self.products, self.rows
-        short, long, width = products.short, products.long, widths[one.half]
-        sent = products.copy(rows * width).times(2 * one.sends)
-        match one.kind:
-            case "square":
-                made = products.square(width, long)
-                if one.half:  # and what is above it, copied
-                    return made + products.copy(widths[0] * width)
-                below = sum(widths[1:])
-                return made + products.product(below, width, long) if below else made
-            case "sum":
-                made = self.sums(width)
-                is_last = one.half == len(widths) - 1  # all rows are put together
-                return made + products.copy(rows * short) if is_last else made
-            case "product":
-                made = products.product(rows, width, short) + sent
-                made += products.copy(rows * width)
-            case "diagonal":
-                made = products.copy(rows * width) + stream(self.hardware, 0) + sent
-            case "apply":
-                made = products.product(width, long, short)
-                if beta:
-                    made += products.copy(width * long)
-        return made
+    def added(self) -> Cost:
+        """The cost of a sum of squares, whose rows are put together."""
+        square = self.products.short**2 * self._itemsize
+        sums = stream(self.hardware, _SUM_BYTES * square, self.homes + 3)
+        return self.message(square).times(2) + sums
 
     @property
     def _itemsize(self) -> int:

@@ -12,7 +12,6 @@ from megatron_muon.lab.dry_run.model import Ranks, Run
 from megatron_muon.lab.dry_run.optimizers import Planned
 from megatron_muon.lab.dry_run.stages import Stage, built, in_stage
 from megatron_muon.lab.routes.sentences import (
-    link_lines,
     optimizer_text,
     pattern_lines,
 )
@@ -125,9 +124,6 @@ def routes(run: Run) -> Routes:
     lines = pattern_lines(Numerics(run.config))
     lines += [f"{PREFIX} {line}" for line in share_lines(share)]
     lines.append(f"{PREFIX} {memory_line(memory)}")
-    nodes = {rank // run.config.node_ranks for rank in stages[0].ranks}
-    if len(nodes) > 1:
-        lines += link_lines(run.config)
     return Routes(ranks, tuple(lines), tuple(stages), tuple(notes))
 
 

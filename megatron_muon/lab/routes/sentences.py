@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import PREFIX, amount, iteration_text
-from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import own_rule
 
@@ -68,22 +66,3 @@ def optimizer_text(
         f"{work}{busiest:.2f} × the mean on the busiest rank"
         f"{', with the matrices above' if earlier else ''}"
     )
-
-
-def link_lines(config: MuonConfig) -> list[str]:
-    """A line on the two speeds that homes are chosen by, where ``homes`` leaves it to
-    the plan; of interest where a stage has several nodes.
-    """
-    if config.homes != "auto":
-        return []
-    link = named("link_gbytes")
-    if config.link_gbytes is None:
-        return [
-            f"{PREFIX} each matrix's rank is chosen by work: no {link} is given, so "
-            f"{LINK_GBYTES:g} is assumed. State it where the link is slower: "
-            "megatron-muon bench speeds prints the flag"
-        ]
-    return [
-        f"{PREFIX} each matrix's rank is chosen by time, from {named('rank_tflops')} "
-        f"{config.rank_tflops:g} and {link} {config.link_gbytes:g}"
-    ]

@@ -29,7 +29,7 @@ RECORD = "megatron_muon"
 FORMAT = 1  # of the record
 # Raised where "auto" chooses strips or an iteration by other rules, so that the same
 # settings round differently. 0.2.0 and earlier, whose records lack it, are 1.
-CHOICES = 3
+CHOICES = 4
 MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"

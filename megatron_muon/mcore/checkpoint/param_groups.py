@@ -21,7 +21,6 @@ from megatron_muon.mcore.checkpoint.matrices import (
 )
 from megatron_muon.mcore.routing.param_routing import GROUP_SETTINGS, LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.homes import LINK_GBYTES
 from megatron_muon.settings import left
 from megatron_muon.settings.coefficients import REMOVED, as_run, canonical, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
@@ -43,16 +42,15 @@ _PREFERRED = (
 )
 
 # No bit of a run or of its checkpoint depends on these themselves. Where they change
-# another setting's default, the record has that setting's value.
-_OTHERS = ("nonfinite_limit", "log_interval", "preset")
+# another setting's default, the record has that setting's value. Homes may be auto in
+# records of 0.2.0.
+_OTHERS = ("nonfinite_limit", "log_interval", "preset", "homes")
 
 # Settings that another optimizer's checkpoint does not say, and their values then.
 _UNSAID = {
     "ns_iteration": None,
     "ns_dtype": None,
     "split_matrices": None,
-    "link_gbytes": None,
-    "homes": "auto",
 }
 
 # Keys of a group that overrule a schedule's own values.
@@ -187,10 +185,6 @@ def _resolved(numerics: Numerics) -> Group:
         "ns_dtype": numerics.dtype,
         "split_matrices": numerics.split,
     }
-    if config.homes == "auto" and not config.homes_by_link:
-        settings["homes"] = "balanced"
-    if config.link_gbytes is None:
-        settings["link_gbytes"] = LINK_GBYTES
     return {name: value for name, value in settings.items() if name not in _OTHERS}
 
 

@@ -23,8 +23,6 @@ BytesByRank = Mapping[int, int]  # bytes by rank of the stage
 # has Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between
 # rounds; with more than 3 it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
-# picoseconds that one more round takes beside its messages: kernels, Python
-ROUND_PS = 30_000_000
 # bytes; on a GPU, smaller rounds take longer to start than to run
 LEAST_LIMIT = 256 << 20
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB.
@@ -52,13 +50,13 @@ def scratch_limit(matrices: Sequence[Sized]) -> int:
     return max(3 * largest // 2, LEAST_SCRATCH)
 
 
-def ways_to_cut(
+def rounds_of(
     works: Sequence[Work], homes: Sequence[int], numerics: Numerics
-) -> list[Rounds]:
+) -> Rounds:
     """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
 
-    There are as few as fit; and where rounds are free to choose, at least two of which
-    small matrices come first. The homes of a shared matrix wait for each other, so with
+    There are as few as fit; where they are free to choose, two at least, of which small
+    matrices come first. The homes of a shared matrix wait for each other, so with
     strips all matrices come as early as they can.
 
     If all rounds are alike, a home has at most three copies of a matrix: the one that
@@ -96,18 +94,16 @@ def ways_to_cut(
             quarters = 6
         taken[index][home] += -(-quarters * nbytes // 4)
 
-    def cut(some: Sequence[int], least: int | None = None) -> Rounds:
+    def cut(some: Sequence[int], least: int = 1) -> Rounds:
         loads = [homed[index] for index in some], [taken[index] for index in some]
         made = make_rounds(*loads, limit)
-        if least is not None:
+        if least > 1:
             made = smaller_first(*loads, limit, max(least, len(made)))
         return tuple(tuple(some[at] for at in round) for round in made)
 
     stays = cut([index for index in range(count) if index not in travels])
-    ways = [stays + cut(sorted(travels))]
-    if travels and limit is None and not any(work.is_strip for work in works):
-        ways.append(stays + cut(sorted(travels), least=2))
-    return ways
+    is_free = limit is None and not any(work.beside for work in works)
+    return stays + cut(sorted(travels), least=2 if is_free else 1)
 
 
 def make_rounds(

@@ -11,13 +11,12 @@ same on any ranks. Plain integers.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from megatron_muon.orthogonalize.iteration import halves, makes_rows
+from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import (
@@ -28,7 +27,6 @@ from megatron_muon.planning.layout import (
     Strip,
     range_of,
 )
-from megatron_muon.settings.run import NODE
 
 # Where every home multiplies all squares of the short side and the long side is shorter
 # than this many short ones, they are most of the work, and the time model has no gain
@@ -36,19 +34,7 @@ from megatron_muon.settings.run import NODE
 _LONG = 2
 # With rows of squares others gain, too, by the time model, with so many strips or more.
 _LARGE = 4
-# Picoseconds of Newton-Schulz below which a matrix is not shared by itself: whole, it
-# takes less than a seventh of what its homes wait for each other.
-LEAST_SHARED_PS = 50_000_000
-# Less than this is not worth other bits: the plan's time is within some 7 % of the time
-# model's without experts, and further off with them.
-_STEP_GAIN = Fraction(1, 100)
-_LEAST_GAIN = Fraction(5, 100)
-# A start that is so many times slower than the best one is not searched from. The
-# search from it ends at the same numbers, by the models of test_choices, and at 16,384
-# ranks it takes most of the plan's time.
-_SLOW_START = Fraction(3, 2)
 _NUMBER = 4  # bytes of a number in fp32
-_NEAR = Fraction(9, 10)  # the edge of a shard may leave a few rows on another node
 _EXPERTS = ".experts."  # there are always many of them
 
 
@@ -220,7 +206,7 @@ class SharedMatrix:
         - for each sum of squares, the rows that others add, then the rows that it has
         added;
         - where homes make rows of squares, its rows, each time that these are put
-        together; such squares travel in halves of their columns, always both of them;
+        together;
         - one number more for each strip, whether its direction is finite;
         - where strips come as rows, the other homes' rows of its columns.
         """
@@ -238,15 +224,11 @@ class SharedMatrix:
             yield SharedMessages("elements", there)
         one = {pair: _NUMBER * strips[pair[0]] for pair in pairs}
         yield SharedMessages("numbers", {pair: 3 * size for pair, size in one.items()})
-        columns = [short]
-        if any(self.gathers):
-            columns = [stop - start for start, stop in halves(short)]
         for gathers in self.gathers:
-            for width in columns:
-                sizes = {(a, b): strips[a] * rows[b] * width for a, b in pairs}
-                yield SharedMessages("squares", sizes)
-            for width in columns * (1 + gathers):
-                sizes = {(a, b): rows[a] * width for a, b in pairs}
+            sizes = {(a, b): strips[a] * rows[b] * short for a, b in pairs}
+            yield SharedMessages("squares", sizes)
+            for _ in range(1 + gathers):
+                sizes = {(a, b): rows[a] * short for a, b in pairs}
                 yield SharedMessages("squares", sizes)
         yield SharedMessages("numbers", one)
         if there:
@@ -268,52 +250,6 @@ class SharedMatrix:
         return {(a, b): rows[a] * cols[b] * self.row_itemsize for a, b in pairs}
 
 
-class Kind(NamedTuple):
-    """Matrices that get as many strips."""
-
-    rows: int
-    cols: int
-    own: str = ""  # settings of the iteration by pattern
-    # Less than ``_NEAR`` of it lies on one node. Each home of its strips receives a
-    # part of it, over a link of its own.
-    is_far: bool = False
-
-    @property
-    def short(self) -> int:
-        """Its short side."""
-        return min(self.rows, self.cols)
-
-    def near(self) -> Kind:
-        """The kind of the others of this size."""
-        return self._replace(is_far=False)
-
-
-Counts = Mapping[Kind, int]  # strips of the matrices of a kind; others are whole
-
-
-def is_far(held: Mapping[int, int], neighbours: int) -> bool:
-    """``Kind.is_far`` of a matrix of which ranks hold these elements."""
-    by_node: dict[int, int] = defaultdict(int)
-    for rank, elements in held.items():
-        by_node[rank // neighbours] += elements
-    return max(by_node.values()) < _NEAR * sum(by_node.values())
-
-
-def with_few_far(kinds: Sequence[Sequence[Kind]]) -> list[list[Kind]]:
-    """The same kinds, those that are far apart from others only where they are fewer.
-
-    If most of a shape are far, the links decide for all of them, and fewer kinds take
-    less time to plan.
-    """
-    number = Counter(itertools.chain.from_iterable(kinds))
-
-    def apart(kind: Kind) -> Kind:
-        near = kind.near()
-        return kind if number[kind] < number[near] else near
-
-    return [list(map(apart, own)) for own in kinds]
-
-
 def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
     """Whether so many strips pay: of a long matrix, or of a large one with rows of
     squares.
@@ -321,89 +257,3 @@ def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:
     if max(rows, cols) >= _LONG * min(rows, cols):
         return True
     return count >= _LARGE and makes_rows(rows, cols, count, numerics)
-
-
-def choose_counts(
-    kinds: Sequence[Kind],
-    size: int,
-    time_of: Callable[[Counts], int],
-    can: Callable[[Kind, int], bool],
-) -> Counts:
-    """How many strips the matrices of each kind get, so that the stage takes least
-    time.
-
-    The search starts from 8 strips of all kinds with a long short side that can have
-    them, from 4, from 2 and from whole matrices, but not where a start takes more than
-    ``_SLOW_START`` times as long as the best one. One kind at a time gets the other
-    number that gains most, until none gains ``_STEP_GAIN``, as a later start's end must
-    on that of an earlier one: within that, smaller parts balance better than the time
-    tells. A kind that gains no more than that stays whole. Kinds that are far go with
-    those that are near, until a number of their own gains. If all of it gains less than
-    ``_LEAST_GAIN`` on whole matrices, none is shared.
-
-    Args:
-        kinds: of all matrices.
-        size: number of ranks in the stage.
-        time_of: time of the stage.
-        can: whether matrices of a kind can have a number of strips (``can_share``).
-    """
-    numbers = [1 << at for at in range(min(NODE, size).bit_length())]
-    possible = {
-        kind: [count for count in numbers if count == 1 or can(kind, count)]
-        for kind in dict.fromkeys([*map(Kind.near, kinds), *kinds])
-    }
-    known: dict[frozenset[tuple[Kind, int]], int] = {}
-
-    def timed(counts: Counts) -> int:
-        """A search comes to the same numbers from several starts."""
-        key = frozenset(one for one in counts.items() if one[1] > 1 or one[0].is_far)
-        if key not in known:
-            known[key] = time_of(counts)
-        return known[key]
-
-    longest = max(kind.short for kind in possible)
-    large = [kind for kind in possible if 2 * kind.short >= longest and not kind.is_far]
-    starts = [
-        {kind: start for kind in large if start in possible[kind]}
-        for start in reversed(numbers)
-    ]
-    most = min(map(timed, starts)) * _SLOW_START
-    found = [_improved(each, possible, timed) for each in starts if timed(each) <= most]
-    best, least = found[0]
-    for others, time in found[1:]:
-        if time <= least * (1 - _STEP_GAIN):
-            best, least = others, time
-    for kind in best:
-        whole = {**best, kind: 1}
-        best = whole if timed(whole) <= least * (1 + _STEP_GAIN) else best
-    if timed(best) > timed({}) * (1 - _LEAST_GAIN):
-        return {}
-    return {kind: count for kind, count in best.items() if count > 1 or kind.is_far}
-
-
-def _improved(
-    counts: Counts,
-    possible: Mapping[Kind, Sequence[int]],
-    time_of: Callable[[Counts], int],
-) -> tuple[Counts, int]:
-    """The numbers of ``choose_counts`` that a search from some others ends at, and
-    their time.
-    """
-    now: Counts = counts
-    best = time_of(now)
-    while True:
-        for are_far in (False, True):
-            tried = [
-                {**now, kind: count}
-                for kind, known in possible.items()
-                if kind.is_far == are_far
-                for count in known
-                if count != now.get(kind, 1) or are_far
-            ]
-            times = [(time_of(each), at) for at, each in enumerate(tried)]
-            time, at = min(times, default=(best, 0))
-            if time < best and time <= best * (1 - _STEP_GAIN):
-                break
-        else:
-            return now, best
-        now, best = tried[at], time

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain, product
 from typing import Literal
@@ -24,21 +24,6 @@ from megatron_muon.runtime.exchange.meter import Meter
 _Crossings = dict[tuple[int, int], Tensor]
 # what each home has a range of: numbers of strips, or rows of squares
 _What = Literal["strips", "rows"]
-
-
-class Arriving:
-    """A tensor that messages under way complete (``strips.Arriving``)."""
-
-    def __init__(self, complete: Callable[[], Tensor]) -> None:
-        self._complete: Callable[[], Tensor] | None = complete
-        self._tensor: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """The tensor; the first call waits for the messages, and forgets them."""
-        if self._complete is not None:
-            self._tensor, self._complete = self._complete(), None
-        assert self._tensor is not None
-        return self._tensor
 
 
 class Sharers:
@@ -94,13 +79,11 @@ class Sharers:
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
-        return self._start_gather("strips", mine).wait()
+        return self._gathered("strips", mine)
 
-    def start_sum(self, squares: Sequence[Tensor]) -> Arriving:
-        """This home's rows of the sum of all strips' squares, ``(rows, k)``, from the
-        squares of those that are here, ``(m, k)`` and contiguous.
-
-        The squares stay as they are until the sum has been waited for.
+    def add(self, squares: Sequence[Tensor]) -> Tensor:
+        """This home's rows of the sum of all strips' squares, ``(rows, m)``, from the
+        squares of those that are here, ``(m, m)`` and contiguous.
         """
         ranges, width = self._ranges["rows"], squares[0].size(1)
         sent = squares[0]
@@ -113,28 +96,23 @@ class Sharers:
         self._meter.square_bytes += route.sent * sent.element_size()
         pending = collectives.start_messages("muon/share", sent.view(-1), route)
         mine = ranges[self._rank]
+        here = [square[mine.start : mine.stop] for square in squares]
+        by_strip = dict(zip(self.numbers, here, strict=True))
+        if pending is not None:
+            theirs = pending.wait().view(-1, mine.size, width)
+            by_strip |= zip(chain.from_iterable(self._theirs), theirs, strict=True)
+        total = torch.zeros_like(here[0], dtype=torch.float32)
+        for number in range(self.count):
+            total.add_(by_strip[number])
+        return total.to(sent.dtype)
 
-        def added() -> Tensor:
-            own = [square[mine.start : mine.stop] for square in squares]
-            of_strips = dict(zip(self.numbers, own, strict=True))
-            if pending is not None:
-                theirs = pending.wait().view(-1, mine.size, width)
-                numbers = chain.from_iterable(self._theirs)
-                of_strips |= zip(numbers, theirs, strict=True)
-            total = torch.zeros_like(own[0], dtype=torch.float32)
-            for number in range(self.count):
-                total.add_(of_strips[number])
-            return total.to(sent.dtype)
-
-        return Arriving(added)
-
-    def start_together(self, rows: Tensor) -> Arriving:
-        """``(m, k)`` from each home's rows, which are received where they belong.
+    def together(self, rows: Tensor) -> Tensor:
+        """``(m, m)`` from each home's rows, which are received where they belong.
 
         Args:
-            rows: this home's, ``(rows, k)``, contiguous.
+            rows: this home's, ``(rows, m)``, contiguous.
         """
-        return self._start_gather("rows", rows)
+        return self._gathered("rows", rows)
 
     def rows_to_columns(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
         """The strips' columns of a wide matrix, from their rows.
@@ -203,22 +181,18 @@ class Sharers:
             made[key] = part.view(shape_of(*key))
         return made
 
-    def _start_gather(self, what: _What, mine: Tensor) -> Arriving:
+    def _gathered(self, what: _What, mine: Tensor) -> Tensor:
         """``(n, k)`` of all homes, from ``mine`` of this one, which is contiguous."""
         width = mine.size(1)
         route = self._gather_route(what, width)
         self._meter.square_bytes += route.sent * mine.element_size()
         pending = collectives.start_messages("muon/share", mine.view(-1), route)
         if pending is None:
-            return Arriving(lambda: mine)
+            return mine
         own = self._ranges[what][self._rank]
-
-        def whole() -> Tensor:
-            made = pending.wait().view(-1, width)
-            made[own.start : own.stop] = mine
-            return made
-
-        return Arriving(whole)
+        made = pending.wait().view(-1, width)
+        made[own.start : own.stop] = mine
+        return made
 
     def _route_of_gather(self, what: _What, width: int) -> Route:
         """Each home's rows of this width go to all others."""

@@ -12,8 +12,7 @@ from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
 from megatron_muon.lab.bench.step.meter import StepTimers, count
 from megatron_muon.lab.bench.step.rows import UPSTREAM
 from megatron_muon.lab.bench.step.upstream import why_no_upstream
-from support.benching import OURS, command, measured, model_and_ranks
-from support.megatron_lm.flag_parsers import config_of
+from support.benching import OURS, measured, model_and_ranks
 from support.ranks import run
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 40"
@@ -78,19 +77,6 @@ def test_each_mode_of_megatrons_own_muon_does_its_work_on_every_tp_rank() -> Non
             assert rank[name].counted.sent_bytes.keys() == kinds | {"tp_gather"}
     weights = [{rank[name].weights for rank in ranks} for name in UPSTREAM]
     assert weights[0] != weights[1]
-
-
-def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
-    done = command("bench speeds --ranks 2 --shape 64x128")
-    assert done.returncode == 0, done.stderr
-    *said, flags = done.stdout.splitlines()
-    config = config_of("0.12", *flags.split())
-    assert flags.split()[::2] == ["--muon-rank-tflops", "--muon-link-gbytes"]
-    assert (
-        f"{config.rank_tflops:.3g} (" in said[0]
-        and "64x128, standard, 5 steps" in said[0]
-    )
-    assert f"{config.link_gbytes:.3g} (" in said[1] and "gloo, 2 ranks" in said[1]
 
 
 def _counted_collectives() -> dict[str, int]:

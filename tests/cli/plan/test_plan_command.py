@@ -22,6 +22,7 @@ from megatron_muon.lab.plan.report import as_text
 from megatron_muon.lab.plan.request import Request
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.run import RunPlan, plan_run
+from megatron_muon.lab.plan.variants import changes, explained
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from support.benching import environment
@@ -287,18 +288,54 @@ def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
     assert one["seconds"] == two["seconds"] and one["share"] > two["share"]
 
 
+# The example of docs/performance.md, without its last flag: four ranks over PCIe.
+PCIE = (
+    "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 --seq-length 1024 "
+    "--max-position-embeddings 1024 --padded-vocab-size 50304 --bf16 "
+    "--use-distributed-optimizer --world-size 4 --set node_gbytes=7 "
+    "--set node_efficiency=1 --set pair_gbytes=7"
+)
+
+
+def test_local_homes_are_recommended_on_slow_links() -> None:
+    """They beat balanced ones and the paper's algorithm, and ``--explain`` says so."""
+    balanced, local = (
+        planned(f"{PCIE} {more}").kinds[0] for more in ("", "--muon-homes local")
+    )
+    paper = balanced.row("paper").seconds
+    assert local.row("contiguous").seconds < 0.0098 < 0.7 * paper
+    assert paper < balanced.row("contiguous").seconds
+    request = asked(PCIE)
+    _, changed = explained(request, plan_run(request))
+    assert changed[0]["change"] == "--muon-homes local"
+
+
+def offered(words: str) -> set[str]:
+    return {one.name for one in changes(planned(words))}
+
+
+def test_what_is_in_force_is_not_offered() -> None:
+    """Defaults are values, too; those of a preset are the preset's."""
+    rounding = "--muon-preset fast", "--muon-ns-dtype fp16", "--muon-ns-iteration auto"
+    at_defaults = offered(f"{TINY} --world-size 4")
+    assert at_defaults.issuperset({*rounding, "--muon-homes local"})
+    assert "--muon-ns-iteration standard" not in at_defaults
+    fast = offered(f"{TINY} --world-size 4 --muon-preset fast")
+    assert fast.isdisjoint(rounding) and "--muon-ns-iteration standard" in fast
+
+
 def test_a_gain_is_the_difference_of_two_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = "--world-size 4 --muon-ns-dtype bf16"
-    explained = written(f"{base} --explain", tmp_path / "explain.json")
-    changes = {one["change"]: one for one in explained["changes"]}
+    made = written(f"{base} --explain", tmp_path / "explain.json")
+    by_change = {one["change"]: one for one in made["changes"]}
     assert "change, the fastest first" in capsys.readouterr().out
-    plain = explained["step"]["contiguous"]["seconds"]
+    plain = made["step"]["contiguous"]["seconds"]
     for words in ("--muon-ns-dtype fp16", "--products kernel", f"{TP} 2"):
         other = written(f"{base} {words}", tmp_path / "other.json")
         seconds = other["step"]["contiguous"]["seconds"]
-        assert changes[words]["seconds"] == seconds
-        assert changes[words]["gain"] == pytest.approx((plain - seconds) / plain)
-    seconds = [one["seconds"] for one in explained["changes"]]
+        assert by_change[words]["seconds"] == seconds
+        assert by_change[words]["gain"] == pytest.approx((plain - seconds) / plain)
+    seconds = [one["seconds"] for one in made["changes"]]
     assert seconds == sorted(seconds)

@@ -124,13 +124,13 @@ def test_mutants_of_a_fixed_norm_are_noticed(
 
 def _without_sums() -> Any:
     """A home takes its rows of its own squares for those of the sum."""
-    from megatron_muon.runtime.exchange.sharers import Arriving, Sharers
+    from megatron_muon.runtime.exchange.sharers import Sharers
 
-    def start_sum(sharers: Any, squares: Sequence[Tensor]) -> Arriving:
+    def add(sharers: Any, squares: Sequence[Tensor]) -> Tensor:
         own = sharers._ranges["rows"][sharers._rank]
-        return Arriving(lambda: sum(squares)[own.start : own.stop])
+        return sum(squares)[own.start : own.stop]
 
-    return mock.patch.object(Sharers, "start_sum", start_sum)
+    return mock.patch.object(Sharers, "add", add)
 
 
 def _with_the_scale_of_a_strip() -> Any:

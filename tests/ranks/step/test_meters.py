@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.lab.pricing.work import traffic_of
-from megatron_muon.orthogonalize.iteration import halves
 from megatron_muon.planning.sharing.strips import SharedMatrix
 from support.models.gpt import (
     Case,
@@ -164,12 +163,9 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def _messages(shared: SharedMatrix) -> int:
-    """How often the homes of a matrix send messages: where they make rows of squares,
-    each square in halves.
-    """
+    """How often the homes of a matrix send messages."""
     squares = 2 * len(shared.gathers) + sum(shared.gathers)
-    parts = len(halves(min(shared.rows, shared.cols))) if any(shared.gathers) else 1
-    return 2 * bool(shared.row_itemsize) + 2 + squares * parts
+    return 2 * bool(shared.row_itemsize) + 2 + squares
 
 
 def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:

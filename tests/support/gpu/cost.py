@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from megatron_muon.lab.accept.results import EXACT, Figure
-from megatron_muon.lab.bench.speeds import SpeedsJob
-from megatron_muon.lab.bench.speeds import measure as measure_speeds
 from megatron_muon.lab.bench.step.measure import Measured, StepJob, measure
 from megatron_muon.lab.bench.step.meter import Counted, Times
 from megatron_muon.lab.pricing import step as pricing
@@ -32,6 +30,7 @@ from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.orthogonalize.triton_operations import has_triton
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.update import SymmetricProducts
+from support.gpu.link_speed import LinkJob, link_gbytes
 from support.gpu.model import flags_of, on_ranks, row_of
 from support.gpu.predicted import PredictedStep, solved
 from support.gpu.settings import Settings
@@ -146,11 +145,10 @@ def constants(settings: Settings, hardware: Hardware) -> list[Figure]:
         with virtual_gpu():
             figures = list(speeds(hardware, torch.device("cuda")))
     if settings.ranks > 1:
-        size = ((512, 2048), 64 << 20, 5) if settings.gpus else ((64, 128), 1 << 10, 1)
-        job = SpeedsJob(row_of("muon-contiguous").config, *size, gpu=settings.gpus)
-        ranks = on_ranks(settings, measure_speeds, job, _SECONDS)
-        gbytes = statistics.median(each.link_gbytes or 0.0 for each in ranks)
-        figures.append(link(hardware, gbytes))
+        size = (64 << 20, 5) if settings.gpus else (1 << 10, 1)
+        job = LinkJob(*size, gpu=settings.gpus)
+        ranks = on_ranks(settings, link_gbytes, job, _SECONDS)
+        figures.append(link(hardware, statistics.median(ranks)))
     return figures
 
 

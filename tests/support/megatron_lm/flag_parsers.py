@@ -213,8 +213,6 @@ MEANINGS |= {
         "qk_clip",
         "homes",
         "split_matrices",
-        "rank_tflops",
-        "link_gbytes",
         "node_ranks",
         "nonfinite_limit",
     )

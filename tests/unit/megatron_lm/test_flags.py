@@ -165,8 +165,8 @@ REFUSED = {
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
     ),
     "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
-    "link speed": (["--muon-link-gbytes", "nan"], r"from 1e-09 to 1e\+09, got nan"),
     "out of range": (["--muon-momentum", "1.0"], r"-momentum\) must be in"),
+    "no number": (["--muon-qk-clip", "nan"], r"from 1e-09 to 1e\+09, got nan"),
 }
 
 

@@ -137,7 +137,6 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     expected = set() if matched else {"muon_matched_adamw_rms"}
     expected |= {"muon_momentum_warmup"} if config.momentum_warmup is None else set()
     expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
-    expected |= {"muon_link_gbytes"} if config.link_gbytes is None else set()
     expected |= {"muon_split_matrices"} if config.split_matrices is None else set()
     expected |= {"muon_log_interval"} if config.log_interval is None else set()
     expected |= (

@@ -5,10 +5,9 @@ accurate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from megatron_muon.planning.sharing.halves import operations
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.expected.oracle import newton_schulz
@@ -26,16 +24,6 @@ from support.small_squares import rows_of_small_squares
 
 Tensor = torch.Tensor
 SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64), (129, 387)]
-
-
-@dataclass(frozen=True)
-class There:
-    """A tensor that has arrived."""
-
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        return self.tensor
 
 
 class Here:
@@ -47,14 +35,14 @@ class Here:
     def all_numbers(self, mine: Tensor) -> Tensor:
         return mine
 
-    def start_sum(self, squares: Sequence[Tensor]) -> There:
+    def add(self, squares: Sequence[Tensor]) -> Tensor:
         total = torch.zeros_like(squares[0], dtype=torch.float32)
         for square in squares:
             total += square
-        return There(total.to(squares[0].dtype))
+        return total.to(squares[0].dtype)
 
-    def start_together(self, rows: Tensor) -> There:
-        return There(rows)
+    def together(self, rows: Tensor) -> Tensor:
+        return rows
 
 
 def _in_strips(
@@ -114,83 +102,6 @@ def test_strips_are_as_accurate_as_the_whole_matrix(
                 error = (found.double() - exact).norm() / exact.norm()
                 apart[count] = apart.get(count, 0.0) + float(error)
     assert all(apart[count] < 1.1 * apart[1] for count in (2, 4, 8)), apart
-
-
-class Recorder(Here):
-    """Keeps what is sent and what is waited for, in order; messages have numbers."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.events: list[tuple[str, int]] = []
-        self._sent = 0
-
-    def start_sum(self, squares: Sequence[Tensor]) -> There:
-        return self._numbered(super().start_sum(squares))
-
-    def start_together(self, rows: Tensor) -> There:
-        return self._numbered(super().start_together(rows))
-
-    def _numbered(self, there: There) -> There:
-        number, self._sent = self._sent, self._sent + 1
-        self.events.append(("send", number))
-
-        class Once(There):
-            def wait(once) -> Tensor:
-                if ("wait", number) not in self.events:
-                    self.events.append(("wait", number))
-                return there.tensor
-
-        return Once(there.tensor)
-
-
-CUBIC = (1.5, -0.5, 0.0)  # its c is 0, so P is R
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    ("iteration", "coefficients"),
-    [
-        ("gram", "quintic"),
-        ("gram", "simple"),
-        ("standard", "quintic"),
-        ("standard", ((3.4445, -4.775, 2.0315), CUBIC, CUBIC)),
-    ],
-)
-def test_a_home_sends_and_waits_in_the_order_that_the_plan_prices(
-    iteration: NsIteration, coefficients: Any, dtype: NsDtype
-) -> None:
-    """Where it makes rows of squares: its messages hide behind what comes between."""
-    steps = 5 if isinstance(coefficients, str) else len(coefficients)
-    config = MuonConfig(
-        ns_iteration=iteration,
-        ns_dtype=dtype,
-        ns_coefficients=coefficients,
-        ns_steps=steps,
-    )
-    with rows_of_small_squares():
-        numerics = numerics_on(torch.device("cpu"), config)
-        matrix = _matrix(528, 96).to(TORCH_DTYPE[numerics.travels])
-        strips = list(matrix.chunk(4))
-        recorder = Recorder(4)
-        orthogonalize_strips(
-            strips, (528, 96), torch.tensor([True] * 4), numerics, recorder
-        )
-        expected: list[tuple[str, int]] = []
-        sent = 0
-        for segment in operations(528, 96, 4, numerics):
-            first = sent
-            for one in segment:
-                arrives = ("wait", first + (one.after or 0))
-                if one.after is not None and arrives not in expected:
-                    expected.append(arrives)
-                if one.sends:
-                    expected.append(("send", sent))
-                    sent += 1
-    of_messages = [each for each in recorder.events if each in expected]
-    assert expected and of_messages == expected
-    # else NCCL would use memory that is free already
-    waits = {number for kind, number in recorder.events if kind == "wait"}
-    assert waits == set(range(sent))
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e30])

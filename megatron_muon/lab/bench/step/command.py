@@ -69,12 +69,7 @@ def _task(flags: Namespace) -> Task:
             f"{_PROGRAM}: {', '.join(upstream)}: left out: {left_out}", file=sys.stderr
         )
     mib = flags.muon_round_mib
-    speeds = {
-        name: value
-        for name in ("rank_tflops", "link_gbytes")
-        if (value := getattr(flags, f"muon_{name}")) is not None
-    }
-    config = MuonConfig(round_bytes=round(mib * (1 << 20)) if mib else None, **speeds)
+    config = MuonConfig(round_bytes=round(mib * (1 << 20)) if mib else None)
     chosen = rows(config, names, flags.exchange)
     if not chosen:
         raise ValueError(f"no row is left to measure: {left_out}")

@@ -142,9 +142,6 @@ def command_parser(program: str) -> argparse.ArgumentParser:
     add("--exchange", nargs="+", choices=["none", "naive"], default=[], help=text)
     text = "cap on a rank's buffers for one round of the exchange, in MiB"
     add("--muon-round-mib", type=positive, metavar="MIB", help=text)
-    text = "speeds for the choice of homes, as bench speeds prints them"
-    for flag in ("--muon-rank-tflops", "--muon-link-gbytes"):
-        add(flag, type=positive, metavar="N", help=text)
     add("--parts", action="store_true", help="print where each row's time goes")
     text = "record a Chrome trace of a step of each row, in a folder for each row"
     add("--traces", type=Path, metavar="FOLDER", help=text)

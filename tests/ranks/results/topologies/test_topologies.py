@@ -66,7 +66,6 @@ ADAM_MOE = replace(ADAM, moe=True, gated=True)
 SETTINGS = (
     ("split_qkv", False),
     ("homes", "local"),
-    ("link_gbytes", 1e-3),
     ("ns_dtype", "fp32"),
     ("nesterov", False),
     ("ns_iteration", "gram"),
