@@ -150,6 +150,7 @@ def load(built: Built, folder: str, format: str, parallel: bool = False) -> None
     else:
         from megatron.core import dist_checkpointing
 
+        _as_in_its_day()
         strategy = _in_parallel("Load", folder) if parallel else None
         state = sharded(built, format, is_loading=True)
         loaded = dist_checkpointing.load(state, folder, strategy, **OPTIONS)
