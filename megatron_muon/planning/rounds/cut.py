@@ -23,6 +23,9 @@ BytesByRank = Mapping[int, int]  # bytes by rank of the stage
 # has Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between
 # rounds; with more than 3 it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
+# Bytes at a home from which on its matrices come in two rounds: they travel for longer
+# than one more round takes to start.
+LEAST_IN_TWO = 16 << 20
 # bytes; on a GPU, smaller rounds take longer to start than to run
 LEAST_LIMIT = 256 << 20
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB.
@@ -55,9 +58,10 @@ def rounds_of(
 ) -> Rounds:
     """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
 
-    There are as few as fit; where they are free to choose, two at least, of which small
-    matrices come first. The homes of a shared matrix wait for each other, so with
-    strips all matrices come as early as they can.
+    There are as few as fit; where they are free to choose, and a home has
+    ``LEAST_IN_TWO``, two at least, of which small matrices come first. The homes of a
+    shared matrix wait for each other, so with strips all matrices come as early as they
+    can.
 
     If all rounds are alike, a home has at most three copies of a matrix: the one that
     is orthogonalized, the message that it comes in and the one that it goes in. Another
@@ -102,7 +106,12 @@ def rounds_of(
         return tuple(tuple(some[at] for at in round) for round in made)
 
     stays = cut([index for index in range(count) if index not in travels])
+    at_home: dict[int, int] = defaultdict(int)
+    for index in travels:
+        for rank, nbytes in homed[index].items():
+            at_home[rank] += nbytes
     is_free = limit is None and not any(work.beside for work in works)
+    is_free &= max(at_home.values(), default=0) >= LEAST_IN_TWO
     return stays + cut(sorted(travels), least=2 if is_free else 1)
 
 
