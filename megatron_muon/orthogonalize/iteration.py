@@ -21,7 +21,13 @@ import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_muon.orthogonalize.numerics import Device, Numerics, Segments, is_cuda
+from megatron_muon.orthogonalize.numerics import (
+    Device,
+    Numerics,
+    Segments,
+    has_kernel,
+    is_cuda,
+)
 from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.run import NODE
 
@@ -41,14 +47,19 @@ _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu_bf16": ((range(2, 1 << 30), 256),),
     "cuda": ((range(2, 4), 6144), (range(4, NODE + 1), 4096)),
     "cuda_symmetric": ((range(4, NODE + 1), 6144),),
+    "cuda_triton": ((range(4, NODE + 1), 6144),),
 }
 
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9
 # of 16 at 2,048, 17 of 32 at 4,096. Flops are counted as 9 of 16 at every size, always
 # a whole number, so that homes balance time and not the flops of plain products. Rows
 # begin at multiples of 16 bytes.
-_KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
+_KERNEL_ALIGNMENT = 8
 _KERNEL_SHARE = 9, 16
+# The fewest rows of such a product. That of quack-kernels takes 0.48 of torch's time at
+# 8,192 rows of an H200, 1.15 at 4,096, 9.4 at 2,048 (docs/validation.md). That of this
+# package was timed on no GPU; it takes more than one tile.
+KERNEL_ROWS: dict[Device, int] = {"cuda_symmetric": 6144, "cuda_triton": 264}
 
 # The auto iteration compares flops, and a number of flops for each kernel: as many as
 # products of full size do in the time that a small kernel takes longer than its flops.
@@ -62,17 +73,18 @@ _FLOPS_OF_KERNEL: dict[Device, int] = {
     "cpu_bf16": 50_000_000,
     "cuda": 800_000_000,
     "cuda_symmetric": 450_000_000,
+    "cuda_triton": 450_000_000,
 }
 _CPU_SHARE = 4, 5
 
 
-def fits_kernel(size: int, inner: int) -> bool:
-    """Whether a library's kernel takes a symmetric ``(size, inner) @ (inner, size)``.
+def fits_kernel(size: int, inner: int, device: Device) -> bool:
+    """Whether a device's kernel makes a symmetric ``(size, inner) @ (inner, size)``.
 
-    Its rows must be aligned, and the result must have more than one tile.
+    Its rows must be aligned, and so many that it is faster than torch.
     """
     aligned = size % _KERNEL_ALIGNMENT == 0 and inner % _KERNEL_ALIGNMENT == 0
-    return size > _KERNEL_TILE and aligned
+    return aligned and has_kernel(device) and size >= KERNEL_ROWS[device]
 
 
 @lru_cache(65536)
@@ -225,15 +237,16 @@ def symmetric_flops(size: int, inner: int, device: Device) -> int:
     if is_cuda(device):
         whole = 2 * size * size * inner
         share, of = _KERNEL_SHARE
-        by_kernel = device == "cuda_symmetric" and fits_kernel(size, inner)
+        by_kernel = fits_kernel(size, inner, device)
         return whole * share // of if by_kernel else whole
     return sum(2 * (stop - start) * stop * inner for start, stop in panels(size))
 
 
 def _products_of_squares(short: int, numerics: Numerics) -> Device:
     """The kind of device whose products of ``(short, short)`` these are."""
-    has_kernel = numerics.products == "cuda_symmetric"
-    return "cuda" if has_kernel and not fits_kernel(short, short) else numerics.products
+    kind = numerics.products
+    is_plain = is_cuda(kind) and not fits_kernel(short, short, kind)
+    return "cuda" if is_plain else kind
 
 
 def _kind_of(products: Device, *, takes_gram: bool) -> Device:
@@ -312,4 +325,4 @@ def _kernels_with_linear_term(device: Device) -> int:
     """Kernels of a product of squares with a linear term, which all but a library's
     kernel copy first.
     """
-    return 1 if device == "cuda_symmetric" else 2
+    return 1 if has_kernel(device) else 2

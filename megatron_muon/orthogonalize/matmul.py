@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize import triton_operations
-from megatron_muon.orthogonalize.iteration import fits_kernel, panels
-from megatron_muon.orthogonalize.numerics import Device, Numerics
+from megatron_muon.orthogonalize.iteration import KERNEL_ROWS, fits_kernel, panels
+from megatron_muon.orthogonalize.numerics import Device, Numerics, has_kernel
 from megatron_muon.presence import MuonError
 from megatron_muon.settings.coefficients import NsDtype, Triple
 from megatron_muon.settings.config import MuonConfig
@@ -44,7 +44,7 @@ SymmetricKernel = Callable[
 # 5e-10 of its norm. Sums of its square stay below fp16's 65,504, so that parts of them
 # may be added in fp16.
 _FP16_NORM = 128.0
-_KERNEL_ROWS = 512  # of the trial product
+_TRIAL = 512  # inner elements of the trial product, whose sums are then below 256
 # Hopper: every release that has the kernel supports it from there on
 _KERNEL_CAPABILITY = (9, 0)
 
@@ -92,8 +92,9 @@ class Products:
     folded: bool = False  # see Numerics
     # symmetric products are made in panels up to the diagonal, and mirrored
     blocked: bool = False
-    # another symmetric product than torch's matmul
+    # another symmetric product than torch's matmul, and the device that it is for
     kernel: SymmetricKernel | None = None
+    device: Device = "cuda"
 
     def enter(self, x: Tensor) -> Tensor:
         """``scale``·X in fp32, rounded to ``dtype`` and held in ``held``."""
@@ -199,7 +200,8 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """``product`` where the result and ``linear`` are known to be symmetric."""
-        if self.kernel is not None and fits_kernel(*left.shape[-2:]):
+        size, inner = left.shape[-2:]
+        if self.kernel is not None and fits_kernel(size, inner, self.device):
             return self.rounded(self.kernel(left, right, linear, beta, alpha, out))
         in_panels = panels(left.size(0)) if self.blocked and left.dim() == 2 else ()
         if len(in_panels) < 2:
@@ -252,8 +254,9 @@ def plan_device(device: torch.device, config: MuonConfig) -> Device:
     ``symmetric_kernel``'s.
     """
     if device.type != "cpu":
-        has_kernel = symmetric_kernel(device, config) is not None
-        return "cuda_symmetric" if has_kernel else "cuda"
+        if symmetric_kernel(device, config) is None:
+            return "cuda"
+        return "cuda_triton" if _library(config) == "triton" else "cuda_symmetric"
     return "cpu_bf16" if multiplies_bf16() else "cpu"
 
 
@@ -274,9 +277,10 @@ def products_on(device: torch.device, numerics: Numerics) -> Products:
         blocked=not numerics.on_gpu,
         kernel=(
             symmetric_kernel(device, numerics.config)
-            if numerics.products == "cuda_symmetric"
+            if has_kernel(numerics.products)
             else None
         ),
+        device=numerics.products,
     )
 
 
@@ -353,20 +357,24 @@ def try_products(device: torch.device, numerics: Numerics) -> None:
     """Make products with the kernel, if any, beside torch's; a KernelError if it does
     not work.
 
-    The operands are -1, 0 and 1, so that no sum is above 256, which bf16 has.
+    The operands are -1, 0 and 1, so that no sum is above 256, which bf16 has. They have
+    the fewest rows that the kernel takes, in whole squares of 512.
     """
     products = products_on(device, numerics)
     if products.kernel is None:
         return
     library = _library(numerics.config)
     try:
-        numbers = torch.arange(_KERNEL_ROWS, device=device)
+        squares = -(-KERNEL_ROWS[products.device] // _TRIAL)
+        numbers = torch.arange(_TRIAL, device=device)
         kinds = torch.outer(numbers, numbers).remainder(5)
-        x = (kinds == 1).to(products.held) - (kinds == 4).to(products.held)
+        square = (kinds == 1).to(products.held) - (kinds == 4).to(products.held)
+        x = square.repeat(squares, 1)
+        linear = x.repeat(1, squares)
         plain = replace(products, kernel=None)
         differ = [
             bool((products.symmetric(*operands) != plain.symmetric(*operands)).any())
-            for operands in ((x, x.mT), (x, x, x))
+            for operands in ((x, x.mT), (x, x.mT.contiguous(), linear))
         ]
     except Exception as error:  # of any type: the library has a compiler of its own
         raise KernelError.of(error, library) from error
@@ -377,8 +385,9 @@ def try_products(device: torch.device, numerics: Numerics) -> None:
 
 def describe_products(numerics: Numerics) -> str:
     """The log's words for the library that makes the symmetric products."""
-    if numerics.products == "cuda_symmetric":
-        return _library(numerics.config)
+    if has_kernel(numerics.products):
+        least = KERNEL_ROWS[numerics.products]
+        return f"{_library(numerics.config)} from {least:,} rows on"
     if numerics.on_gpu or numerics.iteration == "standard":
         return "torch, plain matmul"
     of_gram = " in the Gram iteration" if numerics.iteration == "auto" else ""

@@ -14,8 +14,9 @@ from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
 from megatron_muon.settings.rules import row_of
 
 # cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
-# cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).
-Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric"]
+# cuda_symmetric and cuda_triton have a kernel for symmetric products in 16 bits, of
+# quack-kernels and of this package (``matmul``).
+Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric", "cuda_triton"]
 Steps = tuple[Triple, ...]
 Segments = tuple[Steps, ...]
 
@@ -118,9 +119,7 @@ class Numerics:
         products.
         """
         squares = not self.on_gpu and self.split != "off"  # in bf16 or in fp32
-        return (
-            squares or self.products == "cuda_symmetric" or self.iteration != "standard"
-        )
+        return squares or has_kernel(self.products) or self.iteration != "standard"
 
 
 @lru_cache(1024)
@@ -130,7 +129,12 @@ def _where(numerics: Numerics, own: str) -> Numerics:
 
 def is_cuda(device: Device) -> bool:
     """Whether a kind of device is a GPU."""
-    return device in ("cuda", "cuda_symmetric")
+    return device == "cuda" or has_kernel(device)
+
+
+def has_kernel(device: Device) -> bool:
+    """Whether a kind of device has a kernel for symmetric products."""
+    return device in ("cuda_symmetric", "cuda_triton")
 
 
 def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:

@@ -298,8 +298,8 @@ class UpdateSettings:
         "in bf16 or fp16. auto: quack-kernels where it is installed (Hopper and "
         "newer), else torch. triton: a kernel of this package, which computes half of "
         "them, on every GPU that triton supports; docs/performance.md has its speed. "
-        "torch: whole products. A kernel is tried at the start of a run, and makes "
-        "products of more than 256 rows whose sides are multiples of 8.",
+        "torch: whole products. A kernel is tried at the start of a run. Sides are "
+        "multiples of 8, and rows 6,144 or more (quack-kernels), 264 or more (triton).",
         kinds.choice(get_args(SymmetricProducts)),
     )
     clip_scope: ClipScope = row(

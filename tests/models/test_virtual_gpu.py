@@ -251,7 +251,7 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
 def _orthogonalized(by: SymmetricProducts, iteration: NsIteration) -> Recording:
     """Three matrices of 512 × 1024 in a batch, on a GPU."""
     config = MuonConfig(symmetric_products=by, ns_iteration=iteration)
-    numerics = Numerics(config, "cuda" if by == "torch" else "cuda_symmetric")
+    numerics = Numerics(config, "cuda" if by == "torch" else "cuda_triton")
 
     def program(gpu: Gpu, group: Any) -> None:
         staged = torch.zeros(3 << 19, dtype=torch.bfloat16, device=CUDA)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_args
 from unittest import mock
 
 from megatron_muon.lab.pricing import strips
 from megatron_muon.orthogonalize import iteration
+from megatron_muon.orthogonalize.numerics import Device
 
 
 @contextmanager
@@ -15,9 +17,7 @@ def rows_of_small_squares(least: int = 16) -> Iterator[None]:
     """For matrices whose short side is ``least`` or more, on every device, with any
     strips.
     """
-    table = dict.fromkeys(
-        ("cpu", "cpu_bf16", "cuda", "cuda_symmetric"), ((range(2, 64), least),)
-    )
+    table = dict.fromkeys(get_args(Device), ((range(2, 64), least),))
     caches = (
         iteration.makes_rows,
         iteration.strip_flops,

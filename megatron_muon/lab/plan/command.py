@@ -128,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", default="h100", metavar="NAME|FILE", help=text)
     text = "another value of a constant of --hardware; may be given several times"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-    text = "symmetric products: torch's, or the kernel of quack-kernels (%(default)s)"
+    text = (
+        "symmetric products: torch's, those of quack-kernels (kernel), or those of "
+        "--muon-symmetric-products triton (%(default)s)"
+    )
     add("--products", choices=DEVICES, default="torch", help=text)
     text = f"share of the peak that forward and backward reach ({MFU})"
     add("--mfu", type=up_to(1.0, 0.001), metavar="SHARE", help=text)

@@ -13,7 +13,7 @@ from megatron_muon.lab.pricing.memory import KINDS
 from megatron_muon.lab.pricing.step import AROUND, PHASES
 from megatron_muon.lab.routes.table import numbers
 from megatron_muon.lab.tables import aligned, wrapped
-from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.numerics import Numerics, has_kernel
 from megatron_muon.planning.describe import Share
 from megatron_muon.version import __version__
 
@@ -130,7 +130,7 @@ def _head(plan: RunPlan) -> Iterator[str]:
     ranks = plan.ranks
     sizes = {"TP": ranks.tp, "CP": ranks.cp, "PP": ranks.pp, "EP": ranks.ep}
     split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    products = "a library's" if plan.device == "cuda_symmetric" else "torch's"
+    products = "a library's" if has_kernel(plan.device) else "torch's"
     whole = Share()
     for kind in plan.kinds:
         whole = sum([kind.share] * len(kind.stages), start=whole)

@@ -12,7 +12,11 @@ from megatron_muon.lab.routes.model_flags import CommandLine
 from megatron_muon.orthogonalize.numerics import Device
 
 # The kind of device by the value of --products.
-DEVICES: Mapping[str, Device] = {"torch": "cuda", "kernel": "cuda_symmetric"}
+DEVICES: Mapping[str, Device] = {
+    "torch": "cuda",
+    "kernel": "cuda_symmetric",
+    "triton": "cuda_triton",
+}
 
 
 @dataclass(frozen=True, slots=True)

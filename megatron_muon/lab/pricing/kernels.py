@@ -26,8 +26,6 @@ _FP32 = 4  # bytes
 # Rows, columns and share of ``gemm_efficiency`` of the tiles that a product may take.
 # They are an assumption: tiles of cuBLAS on Hopper, smaller ones slower.
 TILES = ((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.70), (64, 64, 0.5))
-# quack's kernel takes matrices of more than one tile of 256 rows.
-_SYMMETRIC_ROWS = 257
 # Most elements and tensors of a kernel of a ``torch._foreach`` operation of three
 # lists; torch's MultiTensorApply.cuh: 320 blocks of 65,536 elements.
 _FOREACH_ELEMENTS, _FOREACH_TENSORS = 320 * 65536, 48
@@ -132,7 +130,7 @@ def newton_schulz(
     """The cost to orthogonalize a batch, from the gathered matrices to their
     directions.
 
-    On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes.
+    A kernel of the device, if any, makes the symmetric products that it takes.
     On a CPU the time is that of the flops at the device's rate, one matrix at a time.
     """
     cost = _normalisation(hardware, batch * rows * cols, numerics)
@@ -247,10 +245,7 @@ class Products:
         return Cost(least + (plain.seconds - least) * ratio, 1)
 
     def _takes_kernel(self, rows: int, inner: int) -> bool:
-        has = (
-            self.numerics.device == "cuda_symmetric" and self.numerics.itemsize < _FP32
-        )
-        return has and rows >= _SYMMETRIC_ROWS and fits_kernel(rows, inner)
+        return fits_kernel(rows, inner, self.numerics.products)
 
     def product(self, rows: int, cols: int, inner: int) -> Cost:
         return product(

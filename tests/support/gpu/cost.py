@@ -21,8 +21,6 @@ from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA, Hardware
 from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
 from megatron_muon.orthogonalize.matmul import (
-    describe_products,
-    numerics_on,
     plan_device,
     symmetric_kernel,
 )
@@ -320,7 +318,7 @@ def symmetric(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
         multiply = symmetric_kernel(device, config)
         if multiply is None:
             continue
-        by = describe_products(numerics_on(device, config))
+        by = "triton" if maker == "triton" else "quack-kernels"
         for side in _SIDES:
             x, out = (
                 torch.randn(side, side, device=device, dtype=torch.bfloat16)
