@@ -28,7 +28,7 @@ from support import ROOT
 from support.megatron_lm import flag_parsers
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
-CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
+CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric", "cuda_triton")
 
 
 def test_lists_are_taken_where_tuples_are() -> None:

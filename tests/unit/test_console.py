@@ -9,7 +9,6 @@ import io
 import sys
 
 import pytest
-from megatron_muon.lab.bench.speeds import _spread
 
 from megatron_muon.console import first_names, say
 from megatron_muon.lab.accept.report import in_few_digits
@@ -86,7 +85,6 @@ def test_a_figure_of_the_lab_has_no_exponent() -> None:
         "1000",
         "2250",
     ]
-    assert _spread([999.6, 1234.5, 2250.0]) == "1234 (1000 to 2250)"
     assert [in_few_digits(x) for x in (0.5, 9999.4, 9999.6, 12345.6)] == [
         "0.5",
         "9999",

@@ -117,10 +117,10 @@ def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(
 
 
 def test_a_plan_describes_the_device_where_it_depends_on_it() -> None:
-    """Standard's work is another with a library's symmetric products only; with the
+    """Standard's work is another with each kernel of symmetric products only; with the
     preset fast CPUs, which all take standard, agree with each other and with no GPU.
     """
-    for iteration, kinds in (("standard", 2), ("gram", 4), ("auto", 4), (None, 3)):
+    for iteration, kinds in (("standard", 3), ("gram", 5), ("auto", 5), (None, 4)):
         config = MuonConfig(preset="fast", ns_iteration=iteration)  # type: ignore[arg-type]
         every = [Numerics(config, device) for device in get_args(Device)]
         assert len({tuple(device_lines(one)) for one in every}) == kinds, iteration

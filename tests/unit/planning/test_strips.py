@@ -246,12 +246,13 @@ def test_experts_stay_whole() -> None:
         (8192, 4096, "cuda", [2, 4, 8, 16]),  # long
         (4096, 28672, "cuda_symmetric", [2, 4, 8, 16]),
         (8000, 4096, "cuda", [4, 8]),
-        (8000, 4096, "cuda_symmetric", []),
+        (8000, 4096, "cuda_symmetric", [4, 8]),  # too small for its kernel
+        (8000, 4096, "cuda_triton", []),
         (8000, 4095, "cuda", []),
         (8192, 8192, "cuda", [4, 8]),  # 16 strips are on two nodes
         (8192, 8192, "cuda_symmetric", [4, 8]),  # a kernel makes half a square
         (4096, 4096, "cuda", [4, 8]),
-        (4096, 4096, "cuda_symmetric", []),
+        (4096, 4096, "cuda_triton", []),
     ],
 )
 def test_what_several_homes_can_share(
