@@ -25,7 +25,7 @@ BytesByRank = Mapping[int, int]  # bytes by rank of the stage
 _LARGEST_IN_A_ROUND = 3
 # Bytes at a home from which on its matrices come in two rounds: they travel for longer
 # than one more round takes to start.
-LEAST_IN_TWO = 16 << 20
+LEAST_IN_TWO = 32 << 20
 # bytes; on a GPU, smaller rounds take longer to start than to run
 LEAST_LIMIT = 256 << 20
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB.

@@ -52,7 +52,8 @@ def strip_time(
     byte = NODE_BYTE if neighbours % homes == 0 else NETWORK_BYTE
     square = min(strip.rows, strip.cols) ** 2
     gathers = gathers_of_rows(strip.rows, strip.cols, strip.count, numerics)
-    sums, rows = len(gathers), sum(gathers)
+    sums = len(gathers)
+    rows = sum(gathers)
     # two of numbers; squares are added, then put together, and so are rows of products
     messages = 2 + 2 * sums + rows
     travels = (2 * sums + rows) * square
