@@ -85,7 +85,7 @@ def test_norm_clip_and_copy_have_the_virtual_gpus_bytes() -> None:
     moved = Counter[str]()
     copies = 0
     for event in record_megatron(run, 0).step:
-        if isinstance(event, Kernel) and event.phase == "optimizer":
+        if isinstance(event, Kernel) and event.phase == "optimizer/step":
             spans = (*event.reads, *event.writes)
             moved[event.name] += sum(stop - start for _, start, stop in spans)
             copies += event.name == "copy_"

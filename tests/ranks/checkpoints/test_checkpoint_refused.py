@@ -194,7 +194,7 @@ def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> 
     before = replace(BF16, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
     run(save_new, 2, before, topology, format, str(tmp_path))
     for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
-        assert "muon_momentum" in text and STORED in text
+        assert STORED in text and ("muon_momentum" in text or format == "torch"), text
         assert format != "torch" or "muon_exclude (--muon-exclude)" in text
 
 

@@ -180,10 +180,7 @@ def test_it_is_watched_sealed_and_inspected(
     before = run(sealing.saved, size, case, topology, format, str(folder))
     status, report = inspect(folder, capsys, "--hash")
     assert status == 0, report["faults"]
-    muons = [
-        name for name, row in report["parameters"].items() if row["optimizer"] == "muon"
-    ]
-    assert sorted(muons) == sorted(muon_weights(case))
+    assert sorted(report["matrices"]) == sorted(muon_weights(case))
     after = run(sealing.loaded, size, case, topology, format, str(folder))
     assert [each["error"] for each in after] == [None, None]
     assert differences(whole(before), whole([each["held"] for each in after])) == []
