@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from megatron.core import optimizer as mcore_optimizer
-from megatron.core.utils import unwrap_model
 
 from megatron_muon import MuonConfig
 from megatron_muon.mcore.host.shards import owned_shards
@@ -43,6 +42,8 @@ def _build(case: Case, topology: Topology) -> Built:
     """With the marks that a model of ``--use-mup`` has: Megatron sets them as it makes
     the model.
     """
+    from megatron.core.utils import unwrap_model  # not in cores without muP
+
     built = build(case, topology)
     for chunk in built.chunks:
         chunk.config.use_mup = True

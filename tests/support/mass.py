@@ -86,26 +86,25 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # packing that is not named has the size 0; None: it is only printed.
 SIZES: dict[str, dict[str, int | None]] = {
     "plugin without lab": {
-        "statements": 12_577,
-        "tokens": 152_435,
-        "two_for": 16,
+        "statements": 10_935,
+        "tokens": 130_174,
+        "two_for": 15,
         "dense": 8,
     },
-    "lab": {"statements": 5_367, "tokens": 66_213, "two_for": 4, "dense": 8},
+    "lab": {"statements": 5_076, "tokens": 63_647, "two_for": 4, "dense": 8},
     "tests": {
-        "statements": 21_050,
-        "tokens": 322_857,
-        "packed": 2,
+        "statements": 20_423,
+        "tokens": 309_854,
         "two_for": None,
         "dense": None,
     },
 }
 # What a size may grow by before the check fails: what mends need until an issue closes.
-SLACK = {"plugin without lab": 0.01, "lab": 0.01, "tests": 0.03}
+SLACK = 0.03
 WORDS_A_TOKEN = 0.25  # of docstrings in the plugin without lab, at least
-DOCUMENT_WORDS = 22_048 + 300
+DOCUMENT_WORDS = 21_500
 PAGES = 18
-TRAINING_MODULES = 106
+TRAINING_MODULES = 105
 
 
 def size_in_table(whole: str, column: str) -> int | None:
@@ -336,7 +335,7 @@ def _code(sizes: dict[str, Size]) -> Iterator[Measure]:
             size = size_in_table(whole, column)
             if size is None:
                 continue
-            slack = 0 if column in PACKINGS else SLACK[whole]
+            slack = 0 if column in PACKINGS else SLACK
             most = int((1 + slack) * size)
             yield Measure(f"{whole}, {column}", getattr(sizes[whole], column), most)
 

@@ -84,17 +84,14 @@ def test_only_what_is_beyond_its_bound_fails() -> None:
 
 
 def test_a_size_may_grow_by_its_slack_and_no_more() -> None:
-    table = {whole: dict(row) for whole, row in mass.SIZES.items()}
-    for whole, slack in mass.SLACK.items():
-        size = table[whole]["tokens"]
+    for whole, table in mass.SIZES.items():
+        size = table["tokens"]
         assert size is not None
-        for tokens, fails in (
-            ((1 + slack) * size, False),
-            ((1 + slack) * size + 1, True),
-        ):
+        most = int((1 + mass.SLACK) * size)
+        for tokens, failing in ((most, set()), (most + 1, {f"{whole}, tokens"})):
             sizes = dict.fromkeys(mass.SIZES, Size())
-            sizes[whole] = Size(tokens=int(tokens))
-            assert _failing(sizes) == ({f"{whole}, tokens"} if fails else set())
+            sizes[whole] = Size(tokens=tokens)
+            assert _failing(sizes) == failing
 
 
 def test_a_packing_that_is_gone_fails_when_it_comes_back() -> None:

@@ -90,11 +90,11 @@ def require_same_matrices(saved: Record, own: Record, where: str) -> None:
     before = in_words(then.get(first, {}))
     after = in_words(now.get(first, {}))
     more = f" ({len(changed) - 1} more differ)" if len(changed) > 1 else ""
-    of_save = [
-        f"{ROWS[field].flags[0].option} '{pattern}'"
-        for field in _ROUTING
-        for pattern in saved["settings"].get(field, ())
-    ]
+    of_save: list[str] = []
+    for field in _ROUTING:
+        option = ROWS[field].flags[0].option
+        patterns = saved["settings"].get(field, ())
+        of_save += [f"{option} '{pattern}'" for pattern in patterns]
     raise ValueError(
         f"{where} was saved by a different model, or with another routing: Muon had "
         f"{before} in {first} and has {after} in this run{more}. Give the model's "

@@ -38,12 +38,11 @@ def step_numbers(
 
 def scalars(step: StepNumbers) -> dict[str, float]:
     """Each number as ``muon_NUMBER/ROW``; TensorBoard and W&B group them by number."""
-    return {
-        f"muon_{name}/{row}": value
-        for rows in step.values()
-        for row, numbers in rows.items()
-        for name, value in numbers.items()
-    }
+    found: dict[str, float] = {}
+    for rows in step.values():
+        for row, numbers in rows.items():
+            found |= {f"muon_{name}/{row}": value for name, value in numbers.items()}
+    return found
 
 
 def ranges(step: StepNumbers) -> str:
