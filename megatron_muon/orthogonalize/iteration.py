@@ -37,11 +37,11 @@ from megatron_muon.settings.run import NODE
 _PANELS, _PANELLED = 4, 384
 
 # From which short side on each home of a shared matrix makes rows of its squares, by
-# the number of strips. On a CPU from where products take longer than messages of a few
-# hundred KiB. CUDA's are of the time model of an H100: four homes' rows gain from 4,096
-# on, those of two where squares travel in halves (``_IN_HALVES``). A library's kernel
-# makes half a square, so that two strips do not pay, and four do later. More strips
-# than a node has GPUs (``node_ranks``) would send rows far.
+# the number of strips. On a CPU from where products take longer than messages of a
+# few hundred KiB. CUDA's are of the time model of an H100: four homes' rows gain from
+# 4,096 on, those of two from 6,144 on. A library's kernel makes half a square, so
+# that two strips do not pay, and four do later. More strips than a node has GPUs
+# (``node_ranks``) would send rows far.
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),

@@ -21,9 +21,6 @@ A rule that asks for sums has one ``add_up`` over the stage per round and point.
 Saving and loading vote. ``all_gather_json`` spreads the text of an error, compares
 parameter names where patterns route them, and puts a checkpoint's manifest together.
 
-Before the first traced step of a run there is one ``all_gather_numbers`` over the
-world.
-
 Only examples and tests call ``all_gather_flat``; ``bench`` and Megatron on a CPU call
 ``start_broadcasts``.
 
