@@ -60,7 +60,7 @@ def assert_as_one_process(
         ValueError: the rule would be refused at a run's start.
     """
     numerics = numerics_on(_CPU, MuonConfig(rule=rule, ns_dtype="fp32"))
-    tried(numerics, _CPU)
+    tried(numerics, (), _CPU)
     alone, *_ = _trained(numerics, 1, 1, steps)
     wholes = [alone[at].view(shape) for at, (shape, _) in enumerate(_WEIGHTS)]
     plan = _plan_of(numerics, tp, dp)

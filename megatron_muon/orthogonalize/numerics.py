@@ -47,8 +47,9 @@ class Numerics:
         segments: the steps cut where the Gram iteration restarts; empty where no
             restarts are known for these coefficients, this number of steps and the
             dtype.
-        iteration: by default ``standard``; ``auto`` on a GPU with the preset ``fast``.
-            In place of ``auto`` it is ``standard`` where no restarts are known.
+        wanted_iteration: by default ``standard``; ``auto`` on a GPU with the preset
+            ``fast``.
+        iteration: ``standard`` in place of ``auto`` where no restarts are known.
         split: how many ranks share a matrix. By default ``auto`` on a GPU, where no
             numbers of matrices are logged and the rule takes strips, and ``off``
             elsewhere.
@@ -63,6 +64,7 @@ class Numerics:
     products: Device = field(init=False, compare=False)
     steps: Steps = field(init=False, compare=False)
     segments: Segments = field(init=False, compare=False)
+    wanted_iteration: NsIteration = field(init=False, compare=False)
     iteration: NsIteration = field(init=False, compare=False)
     split: SplitMatrices = field(init=False, compare=False)
 
@@ -80,7 +82,7 @@ class Numerics:
             config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16"
         )
         segments = _segments(config, steps, dtype if held == dtype else "fp32_squares")
-        iteration = config.ns_iteration or ("auto" if is_fast else "standard")
+        wanted = config.ns_iteration or ("auto" if is_fast else "standard")
         may_share = config.log_interval is None and row_of(config.rule).shares
         split = "auto" if on_gpu and may_share else "off"
         resolved = {
@@ -91,9 +93,8 @@ class Numerics:
             "products": products,
             "steps": steps,
             "segments": segments,
-            "iteration": "standard"
-            if iteration == "auto" and not segments
-            else iteration,
+            "wanted_iteration": wanted,
+            "iteration": wanted if segments or wanted == "gram" else "standard",
             "split": split if config.split_matrices is None else config.split_matrices,
         }
         for name, value in resolved.items():

@@ -6,23 +6,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
 from megatron_muon.settings.rules import OwnRule, own_rule
-from megatron_muon.settings.run import NODE
 from megatron_muon.version import __version__
 
 PREFIX = "[megatron_muon]"
 
 # Sentences about weights, whose names are put into the braces.
 _DECIDE = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide"
-NOT_SPLIT = "{} are one matrix each, not split"
 UNKNOWN_ROWS = (
     f"{named('split_qkv')} has no effect on {{}}: the order of rows is known only of "
     "Megatron's SelfAttention and CrossAttention, so each is one matrix"
@@ -35,35 +34,6 @@ MARKED_ADAMW = (
     "AdamW keeps these matrices, since Megatron marks them use_muon=False: {}. For "
     f"2-D weights {_DECIDE}."
 )
-MISCOUNTED = (
-    "Megatron would count {} on the wrong number of TP ranks in the gradient norm. "
-    "This run counts each weight once; runs with --optimizer adam keep Megatron's norm"
-)
-ADDED_UP = (
-    "Megatron would add up the gradients of {} over TP ranks, which hold different "
-    "experts. This run does not; runs with --optimizer adam do"
-)
-_TAKEN = {"batch": "matrices of one shape", "matrix": "one matrix"}
-# Names by the sentence about them.
-Names = Mapping[str, Sequence[str]]
-
-
-def union_of(many: Iterable[Names]) -> dict[str, list[str]]:
-    """All names of some ranks or stages, each once."""
-    union: dict[str, list[str]] = {}
-    for one in many:
-        for sentence, names in one.items():
-            known = union.get(sentence, [])
-            union[sentence] = list(dict.fromkeys([*known, *names]))
-    return union
-
-
-def lines_of(names: Names) -> list[str]:
-    """Each sentence that has names, with them."""
-    return [
-        sentence.format(", ".join(those)) for sentence, those in names.items() if those
-    ]
-
 
 # --- the model ------------------------------------------------------------------------
 
@@ -76,22 +46,21 @@ class Share:
 
     total: int = 0  # total, muon: elements of all parameters, and of Muon's
     muon: int = 0
-    # active, active_muon: elements that one token goes through: only as many of a
-    # layer's routed experts as the router picks
+    # elements that one token goes through: only as many of a layer's routed experts as
+    # the router picks
     active: int = 0
-    active_muon: int = 0
     # elements of AdamW's 2-D weights, by what they are
     kept: Mapping[str, int] = field(default_factory=dict)
-    names: Names = field(default_factory=dict)
+    # pairs of a sentence and a weight's name that is put into its braces
+    remarks: Sequence[tuple[str, str]] = ()
 
     def __add__(self, other: Share) -> Share:
         return Share(
             self.total + other.total,
             self.muon + other.muon,
             self.active + other.active,
-            self.active_muon + other.active_muon,
             dict(Counter(self.kept) + Counter(other.kept)),
-            union_of((self.names, other.names)),
+            (*self.remarks, *other.remarks),
         )
 
 
@@ -103,23 +72,22 @@ def share_lines(share: Share) -> list[str]:
         ValueError: the share is zero.
     """
     require_muons(share)
-    all_of_it = _ratio(share.muon, share.total)
-    activated = _ratio(share.active_muon, share.active)
-    line = (
-        f"Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
-        "trainable parameters"
-    )
-    if share.active < share.total:
-        line += (
-            f" and {activated:.1%} of the {_count(share.active)} that a token activates"
-        )
-    lines = [f"{line}, AdamW the rest"]
-    if min(all_of_it, activated) < 0.5:
+    part = share.muon / share.total if share.total else 1.0
+    lines = [
+        f"Muon has {part:.1%} of the model's {_count(share.total)} trainable "
+        "parameters, AdamW the rest"
+    ]
+    if part < 0.5:
         lines.append(
             "warning: Muon updates less than half of the parameters; "
             f"{_kept(share)}: expect little difference from AdamW"
         )
-    return lines + lines_of(share.names)
+    named_weights: dict[str, dict[str, None]] = {}
+    for sentence, name in share.remarks:
+        named_weights.setdefault(sentence, {})[name] = None
+    for sentence, names in named_weights.items():
+        lines.append(sentence.format(", ".join(names)))
+    return lines
 
 
 def require_muons(share: Share) -> None:
@@ -142,9 +110,7 @@ def _kept(share: Share) -> str:
     largest = Counter(share.kept).most_common()
     if not largest:
         return "none is 2-D"
-    parts = [f"{what}, {_ratio(size, share.total):.1%}" for what, size in largest[:5]]
-    if len(largest) > 5:
-        parts.append(f"and {len(largest) - 5} more kinds")
+    parts = [f"{what}, {size / share.total:.1%}" for what, size in largest]
     return f"AdamW has the 2-D weights of {'; '.join(parts)}"
 
 
@@ -167,85 +133,47 @@ def active_line(core: str, torch: str, config: MuonConfig) -> str:
     )
 
 
-def computing_line(
-    numerics: Numerics, products: str, elementwise: str, *, in_batches: bool
-) -> str:
+def computing_line(numerics: Numerics, products: str, elementwise: str) -> str:
     """How a step is computed.
 
     Args:
         numerics: of the run.
         products: the library that makes the symmetric products.
         elementwise: the kernels of momentum and update.
-        in_batches: whether matrices of one shape are orthogonalized together
-            (``ns_batch``).
     """
     config = numerics.config
     own = own_rule(config.rule)
     if own is not None:
         text = own_rule_text(config.rule, own)
         return f"{text}; momentum and update: {elementwise}"
-    batches = ""
-    if (config.ns_batch or 1) > 1 and not in_batches:
-        batches = (
-            f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's "
-            "deterministic mode take no batches"
-        )
     steps = f"{config.ns_steps} steps"
     made_for = steps_made_for(config.ns_coefficients)
     if made_for not in (None, config.ns_steps):
         steps += f" (made for {made_for})"
-    dtype = f"{numerics.dtype}{_of_preset(numerics) if config.ns_dtype is None else ''}"
     return (
-        f"Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, "
-        f"{dtype}, iteration {iteration_text(numerics)}; symmetric products: {products}"
-        f"{batches}; momentum and update: {elementwise}"
+        f"Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, {numerics.dtype}, "
+        f"iteration {iteration_text(numerics)}; symmetric products: {products}; "
+        f"momentum and update: {elementwise}"
     )
 
 
 def own_rule_text(name: str, own: OwnRule) -> str:
     """What is computed in place of Newton-Schulz, and what it costs."""
-    if isinstance(own.direction, type):
-        kind = "a class"
-    else:
-        kind = f"a function of {_TAKEN[own.takes]} in fp32"
-    waits = ""
-    if own.reads_host:
-        waits = f"; the host waits for the device at each {own.takes}, which it reads"
-    return f"rule {name}: {kind}; ranks share no matrix{waits}"
-
-
-def _of_preset(numerics: Numerics) -> str:
-    return f" (--muon-preset {numerics.config.preset})" if numerics.on_gpu else ""
+    waits = f"; the host waits for the device at each {own.takes}" * own.reads_host
+    return f"rule {name}, in fp32; ranks share no matrix{waits}"
 
 
 def iteration_text(numerics: Numerics) -> str:
     """The iteration's name, and why it is not the one that was asked for, or the
     preset's.
     """
-    taken = numerics.iteration
-    wanted = numerics.config.ns_iteration
-    preset = "" if wanted else _of_preset(numerics)
-    wants_auto = wanted or (preset and numerics.config.preset == "fast")
-    if taken in ("auto", wanted) or not wants_auto:
-        return f"{taken}{preset}"
+    if numerics.iteration == numerics.wanted_iteration:
+        return numerics.iteration
     return (
-        f"standard (in place of auto{preset} since the Gram iteration has not been "
-        "found accurate with these coefficients, steps and dtype)"
+        f"{numerics.iteration} (in place of {numerics.wanted_iteration} since the Gram "
+        "iteration has not been found accurate with these coefficients, steps and "
+        "dtype)"
     )
-
-
-def not_shared_lines(
-    config: MuonConfig, device: Device, *, is_deterministic: bool
-) -> list[str]:
-    """A line where a GPU does not take its default for ``split_matrices``, with the
-    reason.
-    """
-    why = named("log_interval") if config.log_interval is not None else ""
-    if is_deterministic:
-        why = "torch's deterministic mode"
-    if not why or config.split_matrices is not None or not is_cuda(device):
-        return []
-    return [f"{named('split_matrices')} is off, not auto, with {why}"]
 
 
 # --- the exchange ---------------------------------------------------------------------
@@ -278,37 +206,23 @@ def memory_line(stages: Sequence[tuple[int, int, int]]) -> str:
 def node_lines(
     plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: int
 ) -> list[str]:
-    """A warning where ranks that share a matrix may be of several nodes.
+    """A warning where ranks that share a matrix may be of several machines.
 
     Args:
         plans: those of a stage.
         config: ``node_ranks`` is read.
         ranks_here: ranks on this machine, by the launcher.
     """
-    shared = [one for plan in plans for one in plan.shared]
+    shared = itertools.chain.from_iterable(plan.shared for plan in plans)
     homes = max((len(set(one.homes)) for one in shared), default=0)
-    by_rows = max(
-        (len(set(one.homes)) for one in shared if any(one.gathers)), default=0
-    )
-    setting = f"{named('node_ranks')} is {config.node_ranks}"
-    if ranks_here < min(homes, config.node_ranks):
-        return [
-            f"warning: a machine has {ranks_here} ranks, and {setting}: ranks "
-            f"that share a matrix may be on several machines; set it to {ranks_here}, "
-            "unless the links between these machines are as fast as those inside"
-        ]
-    neighbours = min((plan.grid.neighbours for plan in plans), default=NODE)
-    if neighbours < by_rows:
-        return [
-            f"warning: only {neighbours} of a stage's ranks in a row are of "
-            f"one node, and {setting}: set it to {neighbours}, so that large squares "
-            "do not travel between nodes"
-        ]
-    return []
-
-
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0
+    if ranks_here >= min(homes, config.node_ranks):
+        return []
+    return [
+        f"warning: a machine has {ranks_here} ranks, and {named('node_ranks')} is "
+        f"{config.node_ranks}: ranks that share a matrix may be on several machines; "
+        f"set it to {ranks_here}, unless the links between these machines are as fast "
+        "as those inside"
+    ]
 
 
 def _count(number: int) -> str:

@@ -24,9 +24,13 @@ from megatron_muon.settings.config import ROWS, MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 
-# by more than a product in bf16 rounds: of a batch and of one matrix
-_DIFFERS = 0.1
-_SHAPE = 32, 48  # of the matrices whose directions ranks compare
+_SHAPE = 32, 48  # of the matrix whose direction ranks compare
+# of an error of a function's, by words in its text
+_WAYS_OUT = {
+    "does not require grad": "steps run without grad mode: take gradients within "
+    "torch.enable_grad(), of x.detach().requires_grad_()",
+    "synchroniz": "declare it by OwnRule(..., reads_host=True)",  # torch's debug mode
+}
 # settings of what a function replaces, and of what its scale does
 _REPLACED = ("ns_steps", "ns_coefficients", "ns_iteration", "symmetric_products")
 _SCALES = ("matched_adamw_rms", "scale_mode", "block_lr_mult")
@@ -121,12 +125,15 @@ def _text(what: Any) -> str:
 # --- before the first step ------------------------------------------------------------
 
 
-def tried(numerics: Numerics, device: torch.device) -> str:
-    """Try the run's rule on small matrices. No communication.
+def tried(
+    numerics: Numerics, parameters: Sequence[Parameter], device: torch.device
+) -> str:
+    """Try the run's rule on a seeded matrix of each shape that it gets of these
+    parameters, also in block steps. No communication.
 
     Returns:
-        A line that all ranks must agree on: the rule's name, and of a function the norm
-        of a seeded matrix's direction, and its product with another one.
+        A line that all ranks must agree on: the rule's class, or a function's result on
+        one seeded matrix.
 
     Raises:
         ValueError: it does not import, fails, returns another shape, dtype, NaN or Inf,
@@ -142,42 +149,16 @@ def tried(numerics: Numerics, device: torch.device) -> str:
         made = own.direction
         return f"class of rule {name}: {made.__module__}.{made.__qualname__}"
     _require_settings(own, numerics.config, says)
-    first, second = _drawn(2, _SHAPE)
-    together = _directions(own, torch.stack([0 * first, first, second]), device, says)
-    alone = _directions(own, first[None], device, says)[0]
-    if (together[1] - alone).norm() > _DIFFERS * alone.norm():
-        raise ValueError(
-            f"{says} returns other directions for several matrices than for each "
-            'alone: give a function of each, or OwnRule(..., takes="matrix")'
-        )
-    numbers = alone.norm(), (alone * second).sum()
-    norm, product = (f"{float(number):.3g}" for number in numbers)
-    return f"result of rule {name} on a seeded matrix: norm {norm}, product {product}"
-
-
-def try_shapes(
-    numerics: Numerics, parameters: Sequence[Parameter], device: torch.device
-) -> None:
-    """Try the run's function on matrices of each shape that it gets of these
-    parameters, also in block steps. No communication.
-
-    Raises:
-        ValueError: as of ``tried``.
-    """
-    own = own_rule(numerics.config.rule)
-    assert own is not None
-    if isinstance(own.direction, type):
-        return
     every = list(parameters)
     if numerics.config.full_period > 1:
         every += map(in_tp_slices, parameters)
     shapes: set[tuple[int, int]] = set()
     for parameter in every:
         shapes.update(matrix.unit for matrix in parameter.matrices)
+    result = _result(own, _SHAPE, device, says)
     for shape in sorted(shapes):
-        (drawn,) = _drawn(1, shape)
-        pair = torch.stack([0 * drawn, drawn])
-        _directions(own, pair, device, f"{named('rule')} {numerics.config.rule}")
+        _result(own, shape, device, says)
+    return f"result of rule {name} on a seeded matrix: {result:.3g}"
 
 
 def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:
@@ -232,37 +213,33 @@ def _require_settings(own: OwnRule, config: MuonConfig, says: str) -> None:
             )
 
 
-def _drawn(count: int, shape: tuple[int, int]) -> Tensor:
-    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(0))
-
-
 @torch.no_grad()
-def _directions(
-    own: OwnRule, matrices: Tensor, device: torch.device, says: str
-) -> Tensor:
-    """The directions of matrices on the device, times their scale."""
-    count, rows, cols = matrices.shape
-    on = f"{says} on {count} matrices {rows} x {cols}"
+def _result(
+    own: OwnRule, shape: tuple[int, int], device: torch.device, says: str
+) -> float:
+    """One number of the direction of a seeded matrix on the device, which comes with a
+    matrix of zeros; times its scale.
+    """
+    rows, cols = shape
+    drawn = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(0))
+    matrix, weights = drawn.to(device)
+    on = f"{says} on 2 matrices {rows} x {cols}"
     try:
         scale = 1.0 if own.scale is None else own.scale(rows, cols)
         with _host_reads_refused(own, device):
-            found = applied(own, matrices.to(device))
+            zero, direction = applied(own, torch.stack([0 * matrix, matrix]))
     except Exception as error:  # of any type: it is the user's code
-        way_out = ""
-        if "does not require grad" in str(error):
-            way_out = (
-                "; steps run without grad mode: take gradients within "
-                "torch.enable_grad(), of x.detach().requires_grad_()"
-            )
-        text = f"{on}: {type(error).__name__}: {error}{way_out}"
+        text = f"{on}: {type(error).__name__}: {error}"
+        for cause, way_out in _WAYS_OUT.items():
+            text += f"; {way_out}" * (cause in text)
         raise ValueError(text) from error
-    if not found.isfinite().all():
+    if not (zero.isfinite().all() and direction.isfinite().all()):
         raise ValueError(f"{on} returns NaN or Inf")
     if not 0 < scale < math.inf:
         raise ValueError(
             f"{says}: its scale of {rows} x {cols} is {scale}, not above 0"
         )
-    return found * scale
+    return float((direction * weights).sum() * scale)
 
 
 @contextmanager
@@ -277,10 +254,5 @@ def _host_reads_refused(own: OwnRule, device: torch.device) -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):  # CUDA's, of torch's debug mode
-            raise
-        text = f"{error}: declare it by OwnRule(..., reads_host=True)"
-        raise RuntimeError(text) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -18,7 +18,7 @@ from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, module
 
 # Names of what may hold projections side by side, in models of all kinds.
 _FUSED = re.compile(r"qkv|query_key_value|(^|_)kv(_|$)|c_attn", re.IGNORECASE)
-# multi-latent attention's: see ``survey.UNSPLIT``
+# multi-latent attention's
 _LATENT = re.compile(r"_(down|up)_proj$")
 
 

@@ -39,11 +39,10 @@ from megatron_muon.mcore.wiring.start import start_lines
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
-    plan_device,
     try_products,
 )
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
-from megatron_muon.planning import agreed, describe
+from megatron_muon.planning import agreed
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, make_plans
@@ -95,18 +94,20 @@ def make_muons(
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
-    numerics, changes, compared = together(
-        lambda: _checked(parts, model_chunks, config, pg_collection), None, device
+    numerics = together(
+        lambda: _checked(model_chunks, config, pg_collection), None, device
     )
     config = numerics.config
     for part in parts:
         part.muon = None
         part.states = None if part.is_stub_optimizer else states_of(part)
         turn_into(part, MuonDistributedOptimizer)
-    agree(compared, None, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
-    routes = together(lambda: _routed(model_chunks, numerics, stage), None, device)
+    routes, compared = together(
+        lambda: _routed(model_chunks, numerics, stage), None, device
+    )
+    agree(compared, None, device)
     mine = matrices_of_routes(routes, stage.sizes.ep) if stage.speaks else {}
     matrices: dict[str, Any] = {}
     for theirs in collectives.all_gather_json(mine, None):
@@ -115,13 +116,7 @@ def make_muons(
         part.routes = routes
         part.matrices = matrices
     trained = _with_muons(parts, numerics, stage)
-    names = {
-        describe.MISCOUNTED: count_once(parts, stage),
-        describe.ADDED_UP: keep_biases_apart(routes, stage),
-    }
-    lines = start_lines(
-        trained, model_chunks, routes, numerics, stage, changes=changes, names=names
-    )
+    lines = start_lines(trained, model_chunks, routes, numerics, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
@@ -148,53 +143,40 @@ def make_muons(
 
 
 def _checked(
-    parts: Sequence[Any],
-    model_chunks: Sequence[Any],
-    config: MuonConfig,
-    pg_collection: Any,
-) -> tuple[Numerics, list[str], list[str]]:
-    """Check this rank's optimizers and groups.
-
-    Returns:
-        The run's numerics, lines about choices that are not as they were asked for, and
-        the lines that all ranks must agree on.
-    """
+    model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
+) -> Numerics:
+    """The run's numerics, once this rank's groups and kernels have been checked."""
     process_groups.require_groups(model_chunks, pg_collection)
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    changes = describe.not_shared_lines(
-        config, plan_device(device, config), is_deterministic=is_deterministic
-    )
     config = layout_free(config, is_deterministic=is_deterministic)
     numerics = numerics_on(device, config)
     try_products(device, numerics)
-    lines = agreed.device_lines(numerics)
-    if row_of(config.rule) is OWN:
-        from megatron_muon.rules.own import tried
-
-        lines.append(tried(numerics, device))
-    return numerics, changes, lines
+    try_elementwise(device, numerics)
+    return numerics
 
 
 def _routed(
     model_chunks: Sequence[Any], numerics: Numerics, stage: Stage
-) -> list[Route]:
-    """The routes of this rank's model, once the kernels, or a function of one's own,
-    have been tried for its matrices.
+) -> tuple[list[Route], list[str]]:
+    """The routes of this rank's model, and the lines that all ranks must agree on. A
+    function of one's own has been tried for its matrices.
     """
     routes = routes_of(model_chunks, stage.sizes, numerics.config)
-    muons = [route.muon for route in routes if route.muon is not None]
-    try_elementwise(stage.device, numerics)
+    lines = agreed.device_lines(numerics)
     if row_of(numerics.config.rule) is OWN:
-        from megatron_muon.rules.own import try_shapes
+        from megatron_muon.rules.own import tried
 
-        try_shapes(numerics, muons, stage.device)
-    return routes
+        muons = [route.muon for route in routes if route.muon is not None]
+        lines.append(tried(numerics, muons, stage.device))
+    return routes, lines
 
 
 def _completed(parts: Sequence[Any], trained: Sequence[Any], stage: Stage) -> None:
     """Put each Muon inside its part. No communication."""
     share_loss_scale(parts)
+    count_once(parts, stage)
+    keep_biases_apart(parts[0].routes, stage)
     for part in trained:
         part.stage_group = stage.group
         part.ep_rank = stage.coordinates(part).ep_rank

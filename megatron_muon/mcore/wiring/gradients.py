@@ -4,14 +4,12 @@ needs them.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_muon.console import first_names
@@ -21,11 +19,9 @@ from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
     is_cut,
-    of_any_number,
     partition_dim_of,
 )
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.nonfinite import HostCopy
 from megatron_muon.runtime.patches import turn_into
 
@@ -127,9 +123,9 @@ def share_loss_scale(dist_opts: Sequence[Any]) -> None:
         dist_opt.grad_scaler = scaler
 
 
-def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
-    """Correct the marks by which Megatron's norm counts a weight over TP ranks once.
-    Every rank of the world calls this.
+def count_once(parts: Sequence[Any], stage: Stage) -> None:
+    """Correct the marks by which Megatron's norm counts a weight over TP ranks once. No
+    communication.
 
     Megatron counts a gradient on every TP rank if its parameter is marked
     ``tensor_model_parallel``, else on the first one. Before core 0.17 Transformer
@@ -140,30 +136,13 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
     norm, and with it the clip, would depend on the topology. Main parameters have marks
     of their own, which only the norm and the count of zeros read, so correcting those
     changes nothing else.
-
-    Returns:
-        Names, with * for numbers, of the weights whose mark was wrong on this rank.
-
-    Raises:
-        RuntimeError: on ranks that have no error themselves when another has.
     """
     weights = {route.weight.param: route.weight for route in parts[0].routes}
-
-    def corrected() -> list[str]:
-        names: list[str] = []
-        for part in parts:
-            for param, shard in () if part.is_stub_optimizer else owned_shards(part):
-                weight = weights[param]
-                counts = counts_here(weight, stage)
-                if counts is None:
-                    continue
-                before = _counted(part, shard)
+    for part in parts:
+        for param, shard in () if part.is_stub_optimizer else owned_shards(part):
+            counts = counts_here(weights[param], stage)
+            if counts is not None:
                 setattr(shard, _CUT_BY_TP, counts)
-                if _counted(part, shard) != before:
-                    names.append(of_any_number(weight.name))
-        return names
-
-    return together(corrected, None, stage.device)
 
 
 def counts_here(weight: Weight, stage: Stage) -> bool | None:
@@ -187,21 +166,9 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
     return not replicated or stage.expert_tp.rank() == 0
 
 
-def _counted(part: Any, shard: Tensor) -> bool:
-    """Whether Megatron counts it here, by its own function and the groups that it
-    passes.
-    """
-    function = layers.param_is_not_tensor_parallel_duplicate
-    names = inspect.signature(function).parameters.keys() & {
-        "tp_group",
-        "expert_tp_group",
-    }
-    return bool(function(shard, **{name: getattr(part, name, None) for name in names}))
-
-
-def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
-    """Unmark biases of experts that Megatron would add up over TP ranks; returns their
-    names. No communication.
+def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> None:
+    """Unmark biases of experts that Megatron would add up over TP ranks. No
+    communication.
 
     With sequence parallelism each TP rank has a part of the gradient of a bias behind a
     row-parallel layer, so Megatron marks the bias and adds the parts up. It marks
@@ -210,13 +177,9 @@ def keep_biases_apart(routes: Sequence[Route], stage: Stage) -> list[str]:
     of a parameter. Transformer Engine's grouped experts, gpt-oss's among them, are not
     marked.
     """
-    names: list[str] = []
     for weight in (route.weight for route in routes if stage.sizes.ep > 1):
-        is_experts_bias = weight.is_expert and weight.name.endswith(".bias")
-        if is_experts_bias and getattr(weight.param, _ADDED_UP, False):
+        if weight.is_expert and weight.name.endswith(".bias"):
             setattr(weight.param, _ADDED_UP, False)
-            names.append(of_any_number(weight.name))
-    return names
 
 
 def require_usable_groups(dist_opt: Any) -> None:

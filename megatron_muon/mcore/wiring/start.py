@@ -21,7 +21,6 @@ from megatron_muon.mcore.routing.survey import (
 )
 from megatron_muon.mcore.seams.rows import described_version
 from megatron_muon.orthogonalize.matmul import describe_products
-from megatron_muon.orthogonalize.newton_schulz import takes_batches
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning import describe
 from megatron_muon.planning.describe import Share
@@ -49,16 +48,9 @@ def start_lines(
     routes: Sequence[Route],
     numerics: Numerics,
     stage: Stage,
-    *,
-    changes: Sequence[str],
-    names: describe.Names,
 ) -> list[str]:
     """Check the patterns and count the elements of the whole model. Every rank of the
     world calls it.
-
-    Args:
-        changes: about choices that are not as they were asked for.
-        names: of this rank's weights, by the sentence about them.
 
     Returns:
         The block for rank 0, the same on every rank.
@@ -73,9 +65,9 @@ def start_lines(
 
     def own() -> list[Any]:  # it may fail on some stages only
         matched = sorted(matched_patterns(model_chunks, stage.sizes, config))
-        share, memory, warnings = Share(names=names), None, []
+        share, memory, warnings = Share(), None, []
         if stage.speaks:
-            share += share_of(routes, config)
+            share = share_of(routes, config)
             plans = [part.muon.plan for part in dist_opts]
             memory = describe.held_and_sent(plans)
             warnings = describe.node_lines(plans, config, ranks_here)
@@ -98,7 +90,6 @@ def start_lines(
     share_line, *about_weights = describe.share_lines(model)
     unusual = [
         *_of_flags,
-        *changes,
         *(f"{pattern}: {text}" for pattern, text in pairs_of(config.by_pattern)),
         *about_weights,
         *warnings,
@@ -110,7 +101,6 @@ def start_lines(
             numerics,
             describe_products(numerics),
             describe_elementwise(stage.device, numerics),
-            in_batches=takes_batches(stage.device),
         ),
         share_line,
         *([f"unusual: {' | '.join(unusual)}"] if unusual else []),

@@ -91,7 +91,7 @@ def test_qk_clip_beside_it() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("bad_shape", "on 3 matrices 32 x 48: ValueError: it takes"),
+        ("bad_shape", "on 2 matrices 32 x 48: ValueError: it takes"),
         ("fails_if_wide", "on 2 matrices 32 x 96: ValueError: too"),
         ("nothing", "cannot be imported: AttributeError"),
     ],

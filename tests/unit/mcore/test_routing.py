@@ -20,7 +20,7 @@ from megatron_muon.mcore.routing.param_routing import (
     why_adamw,
 )
 from megatron_muon.mcore.routing.routes import Route, routes_of
-from megatron_muon.mcore.routing.survey import names_of
+from megatron_muon.mcore.routing.survey import remarks_on
 from megatron_muon.mcore.wiring.buffers.placement import muon_parameters
 from megatron_muon.planning.describe import Share, share_lines
 from megatron_muon.planning.layout import Parameter
@@ -233,7 +233,10 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
     conv = torch.nn.Conv1d(4, 4, 4)
     conv.config = SimpleNamespace(gated_linear_unit=False)
     routes = routes_of([chunk, marked, conv], Sizes(2), MuonConfig())
-    of_model = Share(2, 1, 2, 1, names=names_of(routes, MuonConfig()))
+    remarks: list[tuple[str, str]] = []
+    for route in routes:
+        remarks += remarks_on(route, MuonConfig())
+    of_model = Share(2, 1, 2, remarks=remarks)
     _, unknown, by_mark = share_lines(of_model + of_model)
     names = (
         "decoder.layers.*.mlp.experts.weight (Of, 3-D), "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -151,9 +150,6 @@ def test_teams_of_neighbours_are_of_one_node(nodes: list[int], neighbours: int) 
 
 
 def test_a_run_warns_of_sharing_that_may_cross_nodes() -> None:
-    """By its launcher, or by the order of its ranks; a node of all neighbours says
-    nothing.
-    """
     config = MuonConfig(split_matrices=4)
     plan = small_plan(config, tp=2, dp=4)
     assert node_lines([plan], config, ranks_here=8) == []
@@ -161,14 +157,6 @@ def test_a_run_warns_of_sharing_that_may_cross_nodes() -> None:
     assert node_lines([plan], config, ranks_here=4) == []
     (machine,) = node_lines([plan], config, ranks_here=2)
     assert "a machine has 2 ranks" in machine and "set it to 2" in machine
-    apart = replace(plan, grid=replace(plan.grid, neighbours=2))
-    # whole squares travel but once a sum
-    assert node_lines([apart], config, ranks_here=8) == []
-    rows = replace(
-        apart, shared=tuple(replace(one, gathers=(2, 2)) for one in apart.shared)
-    )
-    (order,) = node_lines([rows], config, ranks_here=8)
-    assert "only 2 of a stage's ranks" in order and "set it to 2" in order
     whole = small_plan(MuonConfig(), tp=2, dp=4)
     assert node_lines([whole], MuonConfig(), ranks_here=4) == []
 
