@@ -32,10 +32,9 @@ from support.runs.whole import differences, whole
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 17), reason="Megatron has it since core 0.17"
 )
-CASE = Case(layers=1, muon=(("scale_mode", "unit_rms_norm"),))
+CASE = Case(layers=1).with_muon(scale_mode="unit_rms_norm")
 MOE = replace(CASE, moe=True)
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
-EXCLUDED = ("muon_exclude", (FC2,))
 
 
 def _build(case: Case, topology: Topology) -> Built:
@@ -86,7 +85,7 @@ def _by_mup(
     overrides |= mcore_optimizer.get_mup_config_overrides(config, width, "muon")
     groups = mcore_optimizer._get_param_groups(built.chunks, config, overrides)
     megatrons = _rates(built, groups)
-    with installed(MuonConfig(**dict(case.muon))):
+    with installed(case.settings):
         built.optimizer = _optimizer(built, width, of)
     here = _rates(built, built.optimizer.param_groups)
     for step in range(2):
@@ -128,10 +127,9 @@ def test_rates_that_were_made_for_adam_leave_muons_matrices() -> None:
 
 def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
     """Megatron's own Muon would update it, so that its muP leaves it out."""
-    case = replace(CASE, muon=(*CASE.muon, EXCLUDED))
+    case = CASE.with_muon(muon_exclude=(FC2,))
     by_mup = run(_by_mup, 2, case, Topology(dp=2), 4.0)
-    factors = ("lr_mults", ((FC2, 0.25),))
-    by_hand = replace(case, steps=2, muon=(*case.muon, factors))
+    by_hand = replace(case.with_muon(lr_mults=((FC2, 0.25),)), steps=2)
     expected = run(train, 2, by_hand, Topology(dp=2))
     assert differences(whole(expected), whole(by_mup)) == []
 

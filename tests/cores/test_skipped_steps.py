@@ -28,9 +28,8 @@ CASE = Case(layers=1)
 # Rank 0 of two holds a part of fc1 alone, which is Muon's and not clipped, so that
 # Megatron would not skip a step on it.
 ONE_HAS_NONE = replace(
-    CASE,
+    CASE.with_muon(clip_scope="adamw"),
     clip=1.0,
-    muon=(("clip_scope", "adamw"),),
     frozen=("*norm*", "*attention*", "*linear_fc2*", "output_layer*", "*bias"),
 )
 CASES = {

@@ -31,9 +31,9 @@ from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.models.open_buckets import STOCK, buckets_open
 from support.ranks import error_of, run
 
-LOCAL = Case(layers=4, muon=(("homes", "local"),))
+LOCAL = Case(layers=4).with_muon(homes="local")
 # what is cut is parameters
-WHOLE = Case(layers=4, muon=(*LOCAL.muon, ("split_qkv", False)))
+WHOLE = LOCAL.with_muon(split_qkv=False)
 
 
 def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:

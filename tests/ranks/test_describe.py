@@ -106,7 +106,7 @@ def test_muons_share_of_all_parameters_is_the_models(
 
 def test_the_warning_names_the_pattern_by_which_most_weights_stayed() -> None:
     """The exclusion is on every stage, the embedding on the first one."""
-    case = Case(muon=(("muon_exclude", ("*.linear_fc*",)),))
+    case = Case().with_muon(muon_exclude=("*.linear_fc*",))
     printed, _ = run(_printed, 2, case, Topology(pp=2))
     (warning,) = [
         x for x in printed.splitlines() if "warning: Muon updates less than half" in x
@@ -120,14 +120,14 @@ def _error(case: Case, topology: Topology) -> str:
 
 
 def test_a_run_without_a_matrix_for_muon_is_an_error_on_every_rank() -> None:
-    of_nothing = Case(muon=(("muon_exclude", ("*",)),))
+    of_nothing = Case().with_muon(muon_exclude=("*",))
     for text in run(_error, 2, of_nothing, Topology(pp=2)):
         assert text.startswith("ValueError: Muon has none of the model's "), text
         assert (
             "(muon_exclude (--muon-exclude) '*')" in text
             and "or choose optimizer='adam' (--optimizer adam)" in text
         )
-    of_one_stage = Case(muon=(("muon_exclude", ("*.layers.0.*",)),))
+    of_one_stage = Case().with_muon(muon_exclude=("*.layers.0.*",))
     assert run(_error, 2, of_one_stage, Topology(pp=2)) == ["no error", "no error"]
 
 
@@ -154,7 +154,7 @@ def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
 def test_a_run_knows_its_nodes(
     node_ranks: int, here: str, neighbours: int, warned: str
 ) -> None:
-    case = Case(muon=(("node_ranks", node_ranks), ("split_matrices", 4)))
+    case = Case().with_muon(node_ranks=node_ranks, split_matrices=4)
     found = run(_nodes_of, 4, case, Topology(dp=4), here)
     assert [one for one, _ in found] == [neighbours] * 4
     warnings = [text for _, text in found if "warning: a machine" in text]

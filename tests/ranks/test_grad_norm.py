@@ -113,7 +113,7 @@ def test_a_late_norm_is_not_waited_for() -> None:
 
 
 FREE = Case(steps=2)
-CLIPPED = replace(FREE, clip=0.01, muon=(("clip_scope", "adamw"),))
+CLIPPED = replace(FREE.with_muon(clip_scope="adamw"), clip=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ CASES = [
     (Case(), Topology(2, 2, 2)),
     (Case(layers=4), Topology(1, 1, 3, overlap=True)),
     (
-        replace(Case(gated=True), muon=(("splits", OWN), ("by_pattern", BY_PATTERN))),
+        Case(gated=True).with_muon(splits=OWN, by_pattern=BY_PATTERN),
         Topology(2, 1, 2, overlap=True),
     ),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),

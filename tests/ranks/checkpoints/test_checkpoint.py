@@ -60,13 +60,13 @@ def test_tp_pp_dp(format: str, tmp_path: Path) -> None:
 
 
 FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
-MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
+MULTIPLIED = BF16.with_muon(lr_mults=FACTORS, wd_mults=FACTORS)
 TABLE = (
     "embedding.*:lr=0.01",
     "*.linear_fc2.*:lr=0.06,weight_decay=0.02,ns_steps=6,momentum=0.8",
     "*.linear_fc1.*:weight_decay=0",
 )
-BY_PATTERN = replace(BF16, muon=(("by_pattern", TABLE),))
+BY_PATTERN = BF16.with_muon(by_pattern=TABLE)
 DP2 = Topology(dp=2)
 EP2 = Topology(dp=2, ep=2)
 KINDS = {
@@ -85,19 +85,19 @@ KINDS = {
     "groups of multipliers": (MULTIPLIED, DP2),
     "settings by pattern": (BY_PATTERN, Topology(tp=2, dp=2)),
     "radii of a sphere": (
-        replace(MOE, weight_decay=0.0, muon=(("rule", "hyperball"),)),
+        replace(MOE.with_muon(rule="hyperball"), weight_decay=0.0),
         EP2,
     ),
     "second moments beside int8": (
-        replace(BF16, muon=(("rule", "normuon"), ("momentum_dtype", "int8"))),
+        BF16.with_muon(rule="normuon", momentum_dtype="int8"),
         Topology(dp=3, overlap=True),
     ),
     "second moments of matrices": (
-        replace(MOE, muon=(("rule", "namo"), ("split_matrices", 2))),
+        MOE.with_muon(rule="namo", split_matrices=2),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
     ),
     "second moments at homes": (
-        replace(MOE, muon=(("rule", "normuon"), ("split_matrices", 2))),
+        MOE.with_muon(rule="normuon", split_matrices=2),
         Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
     ),
 }
@@ -216,9 +216,7 @@ def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
     """Megatron's own state of it comes back wrong, or not at all, in most formats.
 
     Also within a period of full and block steps."""
-    in_turns = replace(
-        BF16, gated=True, muon=(("full_period", 3), ("block_lr_mult", 0.5))
-    )
+    in_turns = replace(BF16.with_muon(full_period=3, block_lr_mult=0.5), gated=True)
     for case, topology in ((BF16, DP2), (in_turns, Topology(tp=2))):
         folder = tmp_path / str(topology)
         folder.mkdir()
@@ -252,7 +250,7 @@ def _decays_after_load(
 def test_weight_decay_of_all_parameters_survives_a_load(
     now: bool, format: str, tmp_path: Path
 ) -> None:
-    of_all = replace(BF16, muon=(("weight_decay_all_params", True),))
+    of_all = BF16.with_muon(weight_decay_all_params=True)
     case, saved = (of_all, BF16) if now else (BF16, of_all)
     results = run(_decays_after_load, 2, case, saved, format, str(tmp_path))
     setting = "weight_decay_all_params (--weight-decay-all-params)"

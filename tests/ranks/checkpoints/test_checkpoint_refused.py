@@ -191,7 +191,7 @@ def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> 
     setting.
     """
     topology = Topology(dp=2)
-    before = replace(BF16, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
+    before = BF16.with_muon(muon_exclude=("*.linear_fc1.weight",))
     run(save_new, 2, before, topology, format, str(tmp_path))
     for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
         assert STORED in text and ("muon_momentum" in text or format == "torch"), text
@@ -203,7 +203,7 @@ def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> 
 
 def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
     """On the second stage alone a layer is AdamW's: the stages must compare."""
-    case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
+    case = BF16.with_muon(muon_exclude=(NAME,))
     for text in run(error_of_save, 2, case, Topology(pp=2), MODEL_SPACE, str(tmp_path)):
         assert (
             "mlp.linear_fc1.weight of all layers in one tensor, but Muon updates some"
@@ -212,7 +212,7 @@ def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
 
 
 def test_layers_of_both_in_other_formats(tmp_path: Path) -> None:
-    case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
+    case = BF16.with_muon(muon_exclude=(NAME,))
     check(case, Topology(dp=2), DEFAULT, tmp_path)
 
 

@@ -30,9 +30,9 @@ CASES: dict[str, tuple[Case, Topology]] = {
     "dense": (Case(steps=2), Topology(dp=2)),
     "experts": (Case(steps=2, moe=True), Topology(dp=2, ep=2)),
     "cut": (Case(steps=2, gated=True, tied=True), Topology(tp=2)),
-    "normuon": (Case(steps=2, muon=(("rule", "normuon"),)), Topology(dp=2)),
+    "normuon": (Case(steps=2).with_muon(rule="normuon"), Topology(dp=2)),
     "routed": (
-        Case(steps=2, muon=(("muon_exclude", ("*.linear_fc1.weight",)),)),
+        Case(steps=2).with_muon(muon_exclude=("*.linear_fc1.weight",)),
         Topology(dp=2),
     ),
 }

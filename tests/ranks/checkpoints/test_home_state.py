@@ -24,13 +24,11 @@ from support.checkpoints.sealing import plugin
 from support.models.gpt import Built, Case, Topology, start, take_step
 from support.ranks import error_of, run
 
-MUON = Case(layers=2, steps=2, bf16=False, muon=(("ns_dtype", "fp32"),))
-CASE = replace(MUON, muon=(*MUON.muon, ("rule", "normuon")))
-SHARED = replace(CASE, muon=(*CASE.muon, ("split_matrices", 2)))
-COLUMNS = replace(
-    CASE, muon=(*CASE.muon, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
-)
-NAMO = replace(SHARED, muon=(*SHARED.muon, ("rule", "namo")))
+MUON = Case(layers=2, steps=2, bf16=False).with_muon(ns_dtype="fp32")
+CASE = MUON.with_muon(rule="normuon")
+SHARED = CASE.with_muon(split_matrices=2)
+COLUMNS = CASE.with_muon(splits=(("*.linear_proj.*", "cols:48,48"),))
+NAMO = SHARED.with_muon(rule="namo")
 MOE = replace(CASE, moe=True)
 
 Numbers = dict[str, list[float]]
@@ -152,7 +150,7 @@ def _error_of_load(*of_run: Any) -> str:
     return error_of(partial(_loads, *of_run))
 
 
-WHOLE = replace(CASE, muon=(*CASE.muon, ("split_qkv", False)))
+WHOLE = CASE.with_muon(split_qkv=False)
 
 
 @pytest.mark.parametrize("format", formats())
@@ -164,7 +162,7 @@ def test_second_moments_of_other_units_are_refused_with_a_way_out(
     for text in run(_error_of_load, 2, WHOLE, *of_run, timeout=60.0):
         assert "(--muon-rule) normuon belong to units: give splits (--muon" in text
     # the way out
-    run(_takes_over, 2, replace(WHOLE, muon=(*WHOLE.muon, ("rule", "muon"))), *of_run)
+    run(_takes_over, 2, WHOLE.with_muon(rule="muon"), *of_run)
     for numbers in run(_loads, 2, WHOLE, *of_run):
         assert numbers and not any(map(any, numbers.values()))
 

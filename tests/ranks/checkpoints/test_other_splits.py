@@ -20,7 +20,7 @@ from support.runs.whole import differences, whole
 
 BEFORE = Case(steps=2, gated=True, heads=12, groups=6)
 HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "rows:120,400"))
-AFTER = replace(BEFORE, muon=(("splits", HEADS),))
+AFTER = BEFORE.with_muon(splits=HEADS)
 
 
 def _loaded(

@@ -155,7 +155,7 @@ def test_stages_of_other_sizes(at_load: Topology, saves: Saves) -> None:
 
 def test_a_warm_up_of_the_momentum_goes_on(saves: Saves) -> None:
     """It ends after the load."""
-    warming = replace(DENSE, layers=2, muon=(("momentum_warmup", DENSE.steps - 1),))
+    warming = replace(DENSE.with_muon(momentum_warmup=DENSE.steps - 1), layers=2)
     check(saves, warming, ANY, Topology(tp=2), Topology(dp=3, overlap=True))
 
 

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
     YOUNG,
     go_on_after_muon,
@@ -68,8 +67,8 @@ def _switched(
     }
 
 
-NORMUON = replace(MUON, muon=(("rule", "normuon"),))
-HYPERBALL = replace(MUON, muon=(("rule", "hyperball"),), weight_decay=0.0)
+NORMUON = MUON.with_muon(rule="normuon")
+HYPERBALL = replace(MUON.with_muon(rule="hyperball"), weight_decay=0.0)
 SHAPES = {
     "dp3": (MUON, Topology(dp=3)),
     "moe": (MOE, Topology(dp=2, ep=2)),
@@ -137,7 +136,7 @@ def _adamw_step(
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    return dataclasses.asdict(MuonConfig(**dict(case.muon)))
+    return dataclasses.asdict(case.settings)
 
 
 def _switch_to_adamw(
@@ -296,7 +295,7 @@ def _clips_after_muon(folder: str) -> int:
     from megatron_muon.mcore.qk_clip.clip import QkClip
 
     save_new(MUON, Topology(), "torch", folder)
-    built = start(replace(ADAM, muon=(("qk_clip", 100.0),)), Topology(), plugin=True)
+    built = start(ADAM.with_muon(qk_clip=100.0), Topology(), plugin=True)
     with reading_muon(built.optimizer, settings_of(MUON)):
         load(built, folder, "torch")
     with mock.patch.object(QkClip, "apply") as clip:

@@ -28,7 +28,7 @@ from support.models.megatrons_muon import MU
 from support.ranks import RankError, run
 from support.runs.whole import Whole, differences, whole
 
-CASE = Case(muon=(("momentum", MU),))
+CASE = Case().with_muon(momentum=MU)
 MOE = replace(CASE, moe=True)
 TORCH_DIST = [format for format in formats() if format != "torch"]
 one_of_its_own = pytest.mark.skipif(
@@ -161,7 +161,7 @@ def test_the_layout_of_megatrons_muon_loads_with_any_format_of_the_run(
 @pytest.mark.parametrize("rule", ["normuon", "namo"])
 def test_a_rule_with_second_moments_loads_it(rule: str, tmp_path: Path) -> None:
     before = run(megatrons_muon.imitated, 1, CASE, Topology(), str(tmp_path))
-    case = replace(CASE, muon=(*CASE.muon, ("rule", rule)))
+    case = CASE.with_muon(rule=rule)
     after = run(_loaded, 1, case, Topology(), TORCH_DIST[0], str(tmp_path))
     assert differences(whole(before), _parts(after, "before")) == []
 
@@ -179,7 +179,7 @@ def test_another_momentum_coefficient_is_printed(tmp_path: Path) -> None:
 
 def test_a_weight_that_was_adamws_there_is_refused(tmp_path: Path) -> None:
     fc2 = "*.linear_fc2.weight"
-    there = replace(CASE, muon=(*CASE.muon, ("muon_exclude", (fc2,))))
+    there = CASE.with_muon(muon_exclude=(fc2,))
     run(megatrons_muon.imitated, 2, there, Topology(dp=2), str(tmp_path))
     error = r"has no momentum_buffer of decoder.*linear_fc2\.weight, only: exp_avg, exp_avg_sq"
     with pytest.raises(RankError, match=f"{error}.*muon_include"):

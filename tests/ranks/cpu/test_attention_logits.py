@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon import MuonConfig
 from support.installed import VERSION, installed, lacks
 from support.models.clipped import attentions
 from support.models.gpt import Built, build, make_optimizer
@@ -19,7 +18,7 @@ from support.ranks import run
 from support.runs.cases import SEQUENCE, VOCAB, Case, Topology
 
 FAR = 1e9  # a threshold that no logit passes
-WATCHED = Case(bf16=False, muon=(("qk_clip", FAR),))
+WATCHED = Case(bf16=False).with_muon(qk_clip=FAR)
 BATCHES, SEQUENCES = 2, 4
 
 
@@ -47,7 +46,7 @@ def _forward(built: Built, batch: int) -> torch.Tensor:
 
 
 def _watched(case: Case, topology: Topology, **settings: Any) -> Built:
-    with installed(MuonConfig(**dict(case.muon))):
+    with installed(case.settings):
         built = build(case, topology)
         for attention in attentions(built):
             for name, value in settings.items():
@@ -284,7 +283,7 @@ def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
 
 
 def _logged_after_a_step() -> tuple[float, float]:
-    built = _watched(replace(WATCHED, muon=(("qk_clip", 0.05),)), Topology())
+    built = _watched(WATCHED.with_muon(qk_clip=0.05), Topology())
     _forward(built, 0)
     largest = max(max(each.tolist()) for each in _maxima(built))
     built.optimizer.qk_clip.apply()

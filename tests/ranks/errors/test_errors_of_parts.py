@@ -108,7 +108,7 @@ def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
 
 
 def _error_of_patterns(settings: dict[str, tuple[Any, ...]]) -> str:
-    case = replace(CASE, muon=tuple(settings.items()))
+    case = CASE.with_muon(**settings)
     return error_of(lambda: start(case, Topology(pp=2)))
 
 
@@ -169,7 +169,7 @@ def test_where_only_experts_train_patterns_are_checked_and_the_share_is_said() -
     case = replace(CASE, moe=True, frozen=DENSE, steps=1)
     (first, _), (second, _) = run(_only_experts_train, 2, case)
     assert "of the model's" in first and "Muon has" not in second
-    wrong = replace(case, muon=(("muon_exclude", ("nothing*",)),))
+    wrong = case.with_muon(muon_exclude=("nothing*",))
     for text, _ in run(_only_experts_train, 2, wrong):
         assert text.startswith(
             "ValueError: 'nothing*' in muon_exclude (--muon-exclude) matches no"

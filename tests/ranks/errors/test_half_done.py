@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.chain import HALF_LOADED
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
@@ -191,7 +190,7 @@ def test_an_error_between_two_votes_on_overflow_leaves_the_next_ones_as_they_are
 
 
 def _settings_of(case: Case) -> dict[str, Any]:
-    return dataclasses.asdict(MuonConfig(**dict(case.muon)))
+    return dataclasses.asdict(case.settings)
 
 
 def _read(built: Built, case: Case, folder: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ BASE = (
 )
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EXPERTS = ("*.experts.*.linear_fc1", "*.experts.*.linear_fc2")
-CASE = Case(frozen=BASE, muon=(("muon_include", (ADAPTERS,)),))
+CASE = Case(frozen=BASE).with_muon(muon_include=(ADAPTERS,))
 MOE = replace(CASE, moe=True)
 
 

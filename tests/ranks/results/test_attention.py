@@ -184,7 +184,7 @@ def _started(
     topology: Topology, how: Callable[[], Any], split: bool = True
 ) -> tuple[int, list[str]]:
     """Matrices of this rank's stage, and what it prints at its start."""
-    case = Case(steps=0, muon=(("split_qkv", split),))
+    case = Case(steps=0).with_muon(split_qkv=split)
     with how():
         built, printed = printed_by(lambda: start(case, topology))
     (part,) = distributed_optimizers(built.optimizer)

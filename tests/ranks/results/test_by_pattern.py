@@ -40,18 +40,18 @@ def with_table(case: Case, table: dict[str, dict[str, Any]]) -> Case:
     texts = []
     for pattern, settings in table.items():
         texts.append(f"{pattern}:" + ",".join(f"{k}={v}" for k, v in settings.items()))
-    return replace(case, muon=(*case.muon, ("by_pattern", tuple(texts))))
+    return case.with_muon(by_pattern=tuple(texts))
 
 
 def of_whole_run(case: Case, settings: dict[str, Any]) -> Case:
     """The case in which every parameter has these settings."""
-    muon = [
-        (OF_RUN.get(key, key), value)
+    muon = {
+        OF_RUN.get(key, key): value
         for key, value in settings.items()
         if key not in (*OF_CASE, "min_lr")
-    ]
+    }
     of_case = {key: settings[key] for key in OF_CASE if key in settings}
-    return replace(case, muon=(*case.muon, *muon), **of_case)
+    return replace(case.with_muon(**muon), **of_case)
 
 
 def settings_of(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -83,23 +83,19 @@ def held_to_whole_runs(
         assert any(fnmatchcase(name, pattern) for name in changed), pattern
 
 
-def _with(case: Case, **muon: Any) -> Case:
-    return replace(case, muon=(*case.muon, *muon.items()))
-
-
 FEW = {FC1: TABLE[FC1], "*.layers.1.*": {"ns_coefficients": "quintic", "momentum": 0.9}}
-SPHERE = replace(_with(CASE, rule="hyperball"), weight_decay=0.0)
+SPHERE = replace(CASE.with_muon(rule="hyperball"), weight_decay=0.0)
 KINDS = {
     "muon": (CASE, TABLE, ONE),
     "hyperball": (SPHERE, FEW, ONE),
-    "normuon": (_with(CASE, rule="normuon"), FEW, ONE),
+    "normuon": (CASE.with_muon(rule="normuon"), FEW, ONE),
     "block steps": (
-        _with(CASE, full_period=2, block_lr_mult=0.5),
+        CASE.with_muon(full_period=2, block_lr_mult=0.5),
         {**FEW, FC2: {"rms": 0.4}},
         Topology(tp=2),
     ),
-    "namo": (_with(CASE, rule="namo"), FEW, ONE),
-    "narrow momentum": (_with(CASE, momentum_dtype="int8"), FEW, ONE),
+    "namo": (CASE.with_muon(rule="namo"), FEW, ONE),
+    "narrow momentum": (CASE.with_muon(momentum_dtype="int8"), FEW, ONE),
 }
 
 
@@ -145,7 +141,6 @@ def test_a_part_of_a_fused_weight_has_settings_of_its_own(topology: Topology) ->
     assert own[others].equal(plain[others])
 
 
-SHARED = (("split_matrices", 2), ("homes", "local"))
 STEPS = {
     FC1: {"ns_steps": 8},
     "*.layers.1.mlp.*": {"ns_coefficients": "quintic"},
@@ -156,9 +151,9 @@ STEPS = {
 @pytest.mark.parametrize("iteration", ["standard", "auto"])
 def test_matrices_that_homes_share_have_steps_of_their_own(iteration: str) -> None:
     """To the rounding of another order of sums: each strip adds its own."""
-    case = replace(CASE, muon=(*BASE, ("ns_iteration", iteration)))
+    case = CASE.with_muon(ns_iteration=iteration)
     alone = truth(with_table(case, STEPS))["params"]
-    shared = with_table(replace(case, muon=(*case.muon, *SHARED)), STEPS)
+    shared = with_table(case.with_muon(split_matrices=2, homes="local"), STEPS)
     for name, value in trained(shared, Topology(dp=2))["params"].items():
         torch.testing.assert_close(value, alone[name], rtol=1e-4, atol=1e-5)
 

@@ -32,10 +32,11 @@ from support.models.gpt import (
 from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
-TURNS = (("full_period", 3), ("block_lr_mult", 0.5))
-CASE = Case(gated=True, muon=TURNS)  # steps 0 and 3 are full
+CASE = Case(gated=True).with_muon(
+    full_period=3, block_lr_mult=0.5
+)  # steps 0 and 3 are full
 EXPERTS = replace(CASE, moe=True, steps=3)
-SHARED = replace(CASE, muon=(*TURNS, ("split_matrices", 2)))
+SHARED = CASE.with_muon(split_matrices=2)
 TP2 = Topology(2)
 DP2 = Topology(2, 1, 2)
 DP4 = Topology(2, 1, 4)
@@ -129,7 +130,7 @@ def test_block_steps_are_megatrons_blockwise(tmp_path: Path) -> None:
     """
     muon = {"momentum": megatrons_muon.MU, "nesterov": False, "matched_adamw_rms": 1.0}
     muon |= {"ns_coefficients": "quintic", "ns_dtype": "fp32", "full_period": 1 << 30}
-    case = Case(bf16=False, steps=2, muon=tuple(muon.items()))
+    case = Case(bf16=False, steps=2).with_muon(**muon)
     before = replace(case, steps=1, muon=())
     given = (before, TP2, False, str(tmp_path), "highest")
     theirs = run(megatrons_muon.trained, 2, *given, timeout=240)

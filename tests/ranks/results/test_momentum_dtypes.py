@@ -41,7 +41,7 @@ from support.runs.watching import logged
 from support.runs.whole import differences, whole
 
 PLAIN = Case()
-INT8 = replace(PLAIN, muon=(("momentum_dtype", "int8"),))
+INT8 = PLAIN.with_muon(momentum_dtype="int8")
 SP = {"sequence_parallel": True}
 
 
@@ -190,7 +190,7 @@ def test_it_is_watched_sealed_and_inspected(
     te_on_cpu.TE is not None, reason="its attention has no logits to read"
 )
 def test_a_clip_of_logits_scales_weights_alone() -> None:
-    case = replace(INT8, steps=3, muon=(*INT8.muon, ("qk_clip", 100.0)))
+    case = replace(INT8.with_muon(qk_clip=100.0), steps=3)
     by_hand = whole(run(clipped_whole, 1, case, torch.float32, True))
     clip = run(clipped, 1, case, Topology(), torch.float32)
     assert differences(by_hand, whole(clip)) == []

@@ -37,11 +37,11 @@ FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BF16 = Case(layers=2, steps=2)
-FP32 = replace(BF16, bf16=False, muon=(("ns_dtype", "fp32"),))
-HEADS = replace(BF16, muon=(("splits", (("*.linear_qkv.*", "heads"),)),))
+FP32 = replace(BF16.with_muon(ns_dtype="fp32"), bf16=False)
+HEADS = BF16.with_muon(splits=(("*.linear_qkv.*", "heads"),))
 MOE = replace(BF16, moe=True)
-SHARED = replace(BF16, ffn=264, muon=(("split_matrices", 4),))
-GRAM = replace(SHARED, muon=(*SHARED.muon, ("ns_iteration", "gram")))
+SHARED = replace(BF16.with_muon(split_matrices=4), ffn=264)
+GRAM = SHARED.with_muon(ns_iteration="gram")
 
 
 def said(value: Any) -> str:
@@ -246,7 +246,7 @@ def _until_it_ends(
 def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
     """Planted from the second step on: lines of steps 2, 4 and 6 name it."""
     for limit, steps in ((3, 6), (1, 2)):
-        case = replace(BF16, muon=(("nonfinite_limit", limit),))
+        case = BF16.with_muon(nonfinite_limit=limit)
         topology = Topology(tp=2, pp=2)
         ranks = run(_until_it_ends, 4, case, topology, _planted(FC1, math.nan))
         for rank in ranks:
@@ -272,7 +272,7 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
 
 
 def test_full_and_block_steps_are_counted_as_one() -> None:
-    case = replace(BF16, muon=(("nonfinite_limit", 3), ("full_period", 2)))
+    case = BF16.with_muon(nonfinite_limit=3, full_period=2)
     for rank in run(
         _until_it_ends, 2, case, Topology(tp=2), _planted(FC1, math.nan), 1
     ):
@@ -302,7 +302,7 @@ def test_a_slice_that_is_left_after_another_one_is_named() -> None:
 
 
 def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
-    case = replace(SHARED, muon=(*SHARED.muon, ("nonfinite_limit", 2)))
+    case = SHARED.with_muon(nonfinite_limit=2)
     fault = partial(_overflowing, FC1, is_so=True)
     for rank in run(_until_it_ends, 2, case, Topology(dp=2), fault):
         assert rank["steps"] == 4

@@ -25,8 +25,8 @@ from support.runs.whole import Whole, differences, whole
 megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
 
 PLAIN = Case(qk_clip=(100.0, 0.5))
-NORMUON = replace(PLAIN, muon=(("rule", "normuon"),))
-OURS = Case(muon=(("qk_clip", 100.0),))
+NORMUON = PLAIN.with_muon(rule="normuon")
+OURS = Case().with_muon(qk_clip=100.0)
 
 
 @cache

@@ -156,12 +156,11 @@ FASTER = ("*.linear_fc2.*", "decoder.layers.1.*", "embedding.*")
 # In turn: by Megatron's own means, and by the plugin's settings.
 BY_MEGATRON = Case(faster=FASTER)
 BY_US = replace(
-    BY_MEGATRON,
-    faster=(),
-    muon=(
-        ("lr_mults", (("*", 7.0), ("*", 1.0), *((pattern, 3.0) for pattern in FASTER))),
-        ("wd_mults", tuple((pattern, 0.5) for pattern in FASTER)),
+    BY_MEGATRON.with_muon(
+        lr_mults=(("*", 7.0), ("*", 1.0), *((pattern, 3.0) for pattern in FASTER)),
+        wd_mults=tuple((pattern, 0.5) for pattern in FASTER),
     ),
+    faster=(),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.settings.coefficients import NsDtype
-from megatron_muon.settings.config import MuonConfig, NsIteration
+from megatron_muon.settings.config import NsIteration
 from support.models.gpt import Case, Topology, check, differences, start, trained
 from support.ranks import run
 from support.small_squares import rows_of_small_squares
@@ -25,8 +25,7 @@ BASE = Case(steps=2, ffn=264, vocab=144)
 
 
 def _shared(case: Case, ranks: int, **muon: Any) -> Case:
-    settings = {**dict(case.muon), "split_matrices": ranks, **muon}
-    return replace(case, muon=tuple(settings.items()))
+    return case.with_muon(split_matrices=ranks, **muon)
 
 
 GATED = replace(BASE, gated=True)  # fc1 is 528 x 96
@@ -93,7 +92,7 @@ def test_rows_of_squares_are_those_of_one_process(
     settings = {"ns_iteration": iteration, "ns_coefficients": coefficients}
     case = _shared(BASE, strips, **settings, ns_dtype=dtype)
     with rows_of_small_squares():
-        config = MuonConfig(**dict(case.muon))
+        config = case.settings
         assert makes_rows(264, 96, strips, numerics_on(torch.device("cpu"), config))
     one = trained(case, Topology(), rows_of_small_squares)
     assert differences(one, trained(case, topology, rows_of_small_squares)) == []

@@ -24,7 +24,7 @@ EXPERTS = Case(steps=4, moe=True, gated=True)
 
 
 def _split(case: Case, *splits: tuple[str, str]) -> Case:
-    return replace(case, muon=(("splits", splits),))
+    return case.with_muon(splits=splits)
 
 
 # Each has a weight's kind in (pattern, kind) form, to look at its results.
@@ -124,7 +124,7 @@ def _errors(topology: Topology, split: tuple[str, str]) -> list[str]:
 def _chosen(
     case: Case, splits: tuple[tuple[str, str], ...]
 ) -> list[tuple[str, int, int]]:
-    muon: Any = start(replace(case, muon=(("splits", splits),)), Topology()).optimizer
+    muon: Any = start(case.with_muon(splits=splits), Topology()).optimizer
     (part,) = muon.chained_optimizers
     return [
         (m.name, m.rows, m.cols) for m in part.muon.plan.matrices if ".0." in m.name

@@ -16,7 +16,7 @@ from support.runs.training import MODEL, U, differences, said, spread, trained, 
 BF16 = replace(MODEL, bf16=True, optimizer="muon", steps=4)
 MOE = replace(BF16, moe=True)
 DEEP = replace(BF16, layers=4)
-FP32 = replace(BF16, bf16=False, muon=(("ns_dtype", "fp32"),))
+FP32 = replace(BF16.with_muon(ns_dtype="fp32"), bf16=False)
 
 
 @pytest.mark.parametrize(

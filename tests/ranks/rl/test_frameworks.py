@@ -22,7 +22,6 @@ from unittest import mock
 import pytest
 import torch
 
-import megatron_muon
 from support.checkpoints.saving import spoil
 from support.installed import installed
 from support.models.gpt import (
@@ -104,7 +103,7 @@ def _made_by_verl(case: Case, topology: Topology) -> Built:
         "clip_grad": case.clip,
     }
     settings |= {"weight_decay": case.weight_decay, "override_optimizer_config": betas}
-    with installed(megatron_muon.MuonConfig(**dict(case.muon))):
+    with installed(case.settings):
         built = build(case, topology)
         # its engine imports it here
         sys.modules.pop("verl.utils.megatron.optimizer", None)

@@ -167,7 +167,7 @@ def test_a_step_in_batches_is_the_step_one_by_one() -> None:
     direction is as near to that of its matrix alone as in
     test_a_matrix_in_a_batch_has_the_bits_that_it_has_alone.
     """
-    case = Case(layers=2, moe=True, bf16=False, muon=(("ns_dtype", "fp32"),))
+    case = Case(layers=2, moe=True, bf16=False).with_muon(ns_dtype="fp32")
     (alone,), (batched,) = (run(_stepped, 1, case, at_once) for at_once in (1, 3))
     assert set(alone["sizes"]) == {1} and set(batched["sizes"]) == {1, 2, 3}
     assert sum(alone["sizes"]) == sum(batched["sizes"])

@@ -22,7 +22,7 @@ from support.ranks import run
 from support.runs.whole import differences, whole
 
 MATRICES = ("*.linear_qkv.weight", "*.linear_proj.weight", "*.linear_fc1.weight")
-CASE = Case(muon=(("ns_dtype", "fp32"),))
+CASE = Case().with_muon(ns_dtype="fp32")
 
 
 def train_and_meter(case: Case, topology: Topology) -> dict[str, Any]:

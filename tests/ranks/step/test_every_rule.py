@@ -28,8 +28,8 @@ from support.runs.cases import lr_at, muon_weights
 from support.runs.own_rules import HERE
 from support.runs.watching import having, logged, promised
 
-RULE = (("rule", "hyperball"), ("ns_dtype", "fp32"))
-CASE = Case(layers=2, steps=3, bf16=False, weight_decay=0.0, muon=RULE)
+PLAIN = Case(layers=2, steps=3, bf16=False, weight_decay=0.0)
+CASE = PLAIN.with_muon(rule="hyperball", ns_dtype="fp32")
 OWN = f"{HERE}:polar_express"  # one of a user's own
 RULES = ("hyperball", "normuon", "namo", OWN)
 MOE = replace(CASE, moe=True)
@@ -39,28 +39,24 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 TOLERANCE = 1e-5
 
 
-def _with(case: Case, *settings: tuple[str, Any]) -> Case:
-    return replace(case, muon=(*case.muon, *settings))
-
-
 def _by(rule: str, case: Case) -> Case:
     """The same with another rule; the later setting counts."""
-    return _with(case, ("rule", rule))
+    return case.with_muon(rule=rule)
 
 
-COLUMNS = _with(CASE, ("splits", (("*.linear_proj.*", "cols:48,48"),)))
-GIVEN = _with(CASE, ("radii", (("*.linear_*", 7.0), ("*.linear_fc1.*", 3.0))))
+COLUMNS = CASE.with_muon(splits=(("*.linear_proj.*", "cols:48,48"),))
+GIVEN = CASE.with_muon(radii=(("*.linear_*", 7.0), ("*.linear_fc1.*", 3.0)))
 CASES = {
     "tp": (CASE, Topology(tp=2, dp=2)),
     "cut by shards": (CASE, Topology(dp=3, overlap=True)),
     "pipeline": (CASE, Topology(tp=2, pp=2, dp=2)),
     "instances": (CASE, Topology(dp=4, instances=2)),
-    "rounds": (_with(CASE, ("round_bytes", 1)), Topology(tp=2, dp=2)),
+    "rounds": (CASE.with_muon(round_bytes=1), Topology(tp=2, dp=2)),
     "replicas": (replace(CASE, mla="duplicated"), Topology(tp=2, dp=2)),
-    "shared": (_with(CASE, ("split_matrices", 2)), Topology(dp=2)),
-    "shared over tp": (_with(CASE, ("split_matrices", 4)), Topology(tp=2, dp=3)),
+    "shared": (CASE.with_muon(split_matrices=2), Topology(dp=2)),
+    "shared over tp": (CASE.with_muon(split_matrices=4), Topology(tp=2, dp=3)),
     "columns that are units": (COLUMNS, Topology(tp=2, dp=3)),
-    "heads": (_with(CASE, ("splits", ((QKV, "heads"),))), Topology(tp=2)),
+    "heads": (CASE.with_muon(splits=((QKV, "heads"),)), Topology(tp=2)),
     "experts": (MOE, Topology(dp=2, ep=2)),
     "experts over tp": (
         MOE,
@@ -144,7 +140,7 @@ def test_a_given_radius_is_the_norm_after_a_step() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_momentum_in_fewer_bytes(rule: str) -> None:
     """On one rank, where blocks are not cut; the weights are not those of fp32."""
-    case = _by(rule, _with(CASE, ("momentum_dtype", "int8")))
+    case = _by(rule, CASE.with_muon(momentum_dtype="int8"))
     after = trained(case, Topology())["main"]
     plain = trained(_by(rule, CASE), Topology())["main"]
     for param in muon_weights(case):
@@ -161,7 +157,7 @@ def test_a_momentum_in_fewer_bytes_over_every_topology(name: str, rule: str) -> 
     fp32.
     """
     plain, topology = CASES[name]
-    case = _by(rule, _with(plain, ("momentum_dtype", "int8")))
+    case = _by(rule, plain.with_muon(momentum_dtype="int8"))
     found = trained(replace(case, steps=1), topology)["main"]
     expected = trained(replace(_by(rule, plain), steps=1), topology)["main"]
     for param, value in expected.items():
@@ -198,7 +194,7 @@ def test_a_matrix_with_units_of_columns_stays_as_a_whole(
 
 @pytest.mark.parametrize("rule", ["normuon", "namo"])
 def test_a_load_heals_half_a_step(rule: str, tmp_path: Path) -> None:
-    case = _by(rule, _with(CASE, ("round_bytes", 1)))
+    case = _by(rule, CASE.with_muon(round_bytes=1))
     check_half_step(case, Topology(tp=2), "momentum", formats()[-1], tmp_path)
 
 

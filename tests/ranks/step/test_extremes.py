@@ -52,7 +52,7 @@ def test_a_finite_gradient_of_any_size_moves_its_matrix_or_is_counted(
     rule: str, topology: Topology
 ) -> None:
     """2^100 is 1e30. Beside 2^50 the momentum is beyond the last bit, too."""
-    case = replace(CASE, muon=(*CASE.muon, ("rule", rule)))
+    case = CASE.with_muon(rule=rule)
     before, _ = _main(case, topology, partial(_scale, 0.0))
     for large, usual in ((2.0**100, 2.0**50), (2.0**-100, 2.0**-50)):
         found, skipped = _main(case, topology, partial(_scale, large))
@@ -74,7 +74,7 @@ def _to_the_edge(grad: torch.Tensor, step: int) -> None:
 
 def test_namo_counts_a_square_that_only_its_factors_take_out_of_range() -> None:
     """‖G‖² is 2.25e38, and of U = 1.95 · G it is beyond fp32's 3.4e38."""
-    case = replace(CASE, muon=(*CASE.muon, ("rule", "namo")))
+    case = CASE.with_muon(rule="namo")
     before, _ = _main(case, Topology(), partial(_scale, 0.0))
     found, skipped = _main(case, Topology(), _to_the_edge)
     assert skipped == {(FC1, 1, 0)}

@@ -14,7 +14,7 @@ from support.models.gpt import Case, Topology, trained, truth
 from support.runs.messages import early, late, read_before_the_wait, sent_is_used_again
 from support.runs.whole import differences
 
-CASE = Case(layers=2, steps=2, muon=(("round_bytes", 20_000),))  # several rounds
+CASE = Case(layers=2, steps=2).with_muon(round_bytes=20_000)  # several rounds
 TP_DP = Topology(tp=2, dp=2)
 
 

@@ -30,7 +30,7 @@ CASE = Case(layers=2, steps=2)
 MOE = Case(layers=2, steps=2, moe=True)
 # Two large dense matrices on two of four ranks, which give experts away for them.
 FEW_DENSE = ("*.linear_proj.weight", "*.router.weight", "*.shared_experts.*")
-GIVEN_AWAY = replace(MOE, muon=(("split_qkv", False), ("muon_exclude", FEW_DENSE)))
+GIVEN_AWAY = MOE.with_muon(split_qkv=False, muon_exclude=FEW_DENSE)
 RUNS = [
     (CASE, Topology(1, 1, 1)),
     (CASE, Topology(1, 1, 3)),
@@ -45,19 +45,19 @@ RUNS = [
     (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
     (GIVEN_AWAY, Topology(dp=4, ep=4)),
     (
-        replace(GIVEN_AWAY, muon=(*GIVEN_AWAY.muon, ("round_bytes", 1 << 14))),
+        GIVEN_AWAY.with_muon(round_bytes=1 << 14),
         Topology(dp=4, ep=4),
     ),
     (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
-    (replace(CASE, muon=(("ns_iteration", "gram"),)), Topology(2, 1, 2)),
-    (replace(CASE, muon=(("split_matrices", 2),)), Topology(2, 1, 2)),
-    (replace(CASE, ffn=264, muon=(("split_matrices", 5),)), Topology(2, 1, 2)),
+    (CASE.with_muon(ns_iteration="gram"), Topology(2, 1, 2)),
+    (CASE.with_muon(split_matrices=2), Topology(2, 1, 2)),
+    (replace(CASE.with_muon(split_matrices=5), ffn=264), Topology(2, 1, 2)),
     (
-        replace(CASE, muon=(("split_matrices", 4), ("ns_iteration", "gram"))),
+        CASE.with_muon(split_matrices=4, ns_iteration="gram"),
         Topology(1, 1, 3),
     ),
     (
-        replace(MOE, muon=(("ns_iteration", "auto"), ("ns_dtype", "fp16"))),
+        MOE.with_muon(ns_iteration="auto", ns_dtype="fp16"),
         Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True),
     ),
 ]

@@ -37,12 +37,12 @@ from support.runs.whole import whole
 
 
 def _case(name: str, **changes: Any) -> Case:
-    muon = (("rule", f"{HERE}:{name}"), ("ns_dtype", "fp32"), *changes.pop("muon", ()))
-    return Case(bf16=False, muon=muon, **changes)
+    plain = Case(bf16=False, **changes)
+    return plain.with_muon(rule=f"{HERE}:{name}", ns_dtype="fp32")
 
 
 BATCHES = _case("polar_express")
-HEADS = _case("polar", muon=(("splits", (("*.linear_qkv.*", "heads"),)),))
+HEADS = _case("polar").with_muon(splits=(("*.linear_qkv.*", "heads"),))
 # Other batches round differently in fp32, by 2^-24. The slope of five polynomials at 0
 # is 976, the product of their a's, and lr · scale is at most 0.065: 1.1e-5 in 3 steps.
 TOLERANCE = 1.2e-5
@@ -74,13 +74,15 @@ def test_it_is_that_of_one_process(case: Case, topology: Topology) -> None:
 
 def test_polar_express_of_ones_own_is_the_built_in_set() -> None:
     own = trained(BATCHES, Topology(tp=2, dp=2))["main"]
-    muon = (("ns_coefficients", "polar_express"), ("ns_dtype", "fp32"))
-    _assert_close(own, trained(Case(bf16=False, muon=muon), Topology())["main"])
+    set_of = Case(bf16=False).with_muon(
+        ns_coefficients="polar_express", ns_dtype="fp32"
+    )
+    _assert_close(own, trained(set_of, Topology())["main"])
 
 
 def test_qk_clip_beside_it() -> None:
     """The clip of heads, by logits that the layout does not decide."""
-    case = replace(BATCHES, muon=(*BATCHES.muon, ("qk_clip", 100.0)))
+    case = BATCHES.with_muon(qk_clip=100.0)
     alone = whole(run(clipped, 1, case, Topology()))["main"]
     _assert_close(whole(run(clipped, 4, case, Topology(tp=2, dp=2)))["main"], alone)
     unclipped = trained(BATCHES, Topology())["main"]
@@ -157,6 +159,6 @@ def test_an_exception_in_a_step_ends_all_ranks() -> None:
 def test_every_matrix_has_gone_through_it() -> None:
     """Its scale is its own, so no update is Muon's."""
     own = trained(_case("polar"), Topology(dp=2))["main"]
-    muons = trained(Case(bf16=False, muon=(("ns_dtype", "fp32"),)), Topology())["main"]
+    muons = trained(Case(bf16=False).with_muon(ns_dtype="fp32"), Topology())["main"]
     for name, value in muons.items():
         assert torch.equal(own[name], value) is (name not in muon_weights(BATCHES))

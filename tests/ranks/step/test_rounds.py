@@ -45,8 +45,8 @@ from support.runs.whole import differences
 
 CASE = Case(layers=2, steps=2)
 # a fc1 has 98 kB, a projection 11 kB
-SMALL = replace(CASE, muon=(("round_bytes", 20_000),))
-ALONE = replace(CASE, muon=(("round_bytes", 1),))
+SMALL = CASE.with_muon(round_bytes=20_000)
+ALONE = CASE.with_muon(round_bytes=1)
 
 LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_size=4)
 
@@ -232,7 +232,7 @@ def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
 def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
     limit: int, topology: Topology
 ) -> None:
-    case = replace(CASE, layers=4, muon=(("round_bytes", limit),))
+    case = replace(CASE.with_muon(round_bytes=limit), layers=4)
     whole = replace(CASE, layers=4)
     for (step, alone, rounds), (without, _, one) in zip(
         run(_peak, 4, case, topology), run(_peak, 4, whole, topology), strict=True
@@ -318,7 +318,7 @@ def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waite
 
 
 def _neighbours() -> int:
-    built = start(Case(muon=(("node_ranks", 2),)), Topology(dp=6, instances=2))
+    built = start(Case().with_muon(node_ranks=2), Topology(dp=6, instances=2))
     return int(distributed_optimizers(built.optimizer)[0].muon.plan.grid.neighbours)
 
 

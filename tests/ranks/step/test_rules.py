@@ -13,9 +13,9 @@ from support.models.gpt import Case, Topology, trained
 from support.runs.cases import muon_weights
 
 # Travelling numbers are exact in fp32, so that only the order of sums differs.
-RULE = (("rule", "support.runs.other_rules:Centred"), ("ns_dtype", "fp32"))
-CASE = Case(layers=2, steps=2, bf16=False, muon=RULE)
-ROUNDS = replace(CASE, muon=(*RULE, ("round_bytes", 1)))
+RULE = "support.runs.other_rules:Centred"
+CASE = Case(layers=2, steps=2, bf16=False).with_muon(rule=RULE, ns_dtype="fp32")
+ROUNDS = CASE.with_muon(round_bytes=1)
 REPLICAS = replace(CASE, mla="duplicated")
 # Norms are sums of at most 1e5 numbers in fp32 by slice, then over slices; two steps.
 TOLERANCE = 2e-6

@@ -28,7 +28,7 @@ from support.runs.whole import differences, whole
 
 OPTIM = "megatron.bridge.training.optim"
 CASE = Case(steps=4)
-SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
+SETTINGS = CASE.settings
 # what Bridge's Kimi K2 recipe says to Megatron's own Muon
 RECIPES = megatron_muon.MuonConfig(
     nesterov=True, matched_adamw_rms=1.0, ns_coefficients="quintic", ns_dtype="bf16"

@@ -27,7 +27,7 @@ from support.ranks import run
 from support.runs.whole import differences, whole
 
 CASE = Case(steps=4)
-SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
+SETTINGS = CASE.settings
 
 
 def _reason() -> str | None:

@@ -115,7 +115,7 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
         replace(HOSTED, **MOE),
         replace(HALVES, weight_decay=0.0, muon=(("rule", "hyperball"), *ONE_BY_ONE)),
         replace(HALVES, muon=(("rule", "normuon"), *ONE_BY_ONE)),
-        replace(HOSTED, muon=(("momentum_warmup", 2), ("cautious_decay", True))),
+        HOSTED.with_muon(momentum_warmup=2, cautious_decay=True),
         replace(HALVES, muon=(("rule", "namo"), *ONE_BY_ONE)),
     ],
     ids=(

@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from megatron_muon.rules.muon import Foreach
@@ -191,7 +190,7 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 
 
 def test_logging_changes_no_bit() -> None:
-    case = replace(BF16, muon=(("round_bytes", 1),))
+    case = BF16.with_muon(round_bytes=1)
     seen, _ = logged(case, Topology(tp=2, dp=2, overlap=True, **SP))
     assert differences(truth(case), seen) == []
 
@@ -334,7 +333,7 @@ def _switched(muon: Case, format: str, folder: str) -> list[str]:
             theirs = held(built)["shards"]
             built = start(other, Topology(dp=2))
             spoil(built)
-            settings = dataclasses.asdict(MuonConfig(**dict(muon.muon)))
+            settings = dataclasses.asdict(muon.settings)
             from_muon = case.optimizer == "muon"
             with (
                 reading_muon(built.optimizer, settings)

@@ -28,13 +28,11 @@ from support.runs.watching import Rows, having, logged, promised, watched
 from support.runs.whole import differences
 
 Tensor = torch.Tensor
-FP32 = Case(bf16=False, steps=2, muon=(("ns_dtype", "fp32"),))
+FP32 = Case(bf16=False, steps=2).with_muon(ns_dtype="fp32")
 MOE = replace(FP32, moe=True)
 SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
-SPLIT = replace(
-    FP32, gated=True, heads=12, groups=6, ffn=264, muon=(*FP32.muon, ("splits", SPLITS))
-)
-SHAPED = replace(FP32, gated=True, muon=(*FP32.muon, ("scale_mode", "shape_scaling")))
+SPLIT = replace(FP32.with_muon(splits=SPLITS), gated=True, heads=12, groups=6, ffn=264)
+SHAPED = replace(FP32.with_muon(scale_mode="shape_scaling"), gated=True)
 RUNS = [
     (FP32, Topology(pp=2, dp=2, overlap=True)),
     (SPLIT, Topology(tp=2, cp=2)),
@@ -87,8 +85,8 @@ DIRECTIONS = {"update_rms", "cosine"}
 
 
 def test_a_promise_is_that_of_the_matrix() -> None:
-    table = ("by_pattern", ("*.linear_fc1.*:rms=0.4",))
-    case = replace(FP32, steps=1, muon=(*FP32.muon, table))
+    table = ("*.linear_fc1.*:rms=0.4",)
+    case = replace(FP32.with_muon(by_pattern=table), steps=1)
     for row, rms in promised(case, Topology()).items():
         assert rms == pytest.approx(0.4 if "linear_fc1" in row else 0.2)
 

@@ -70,96 +70,58 @@ Result = dict[str, dict[str, Tensor]]
 Norms = Sequence[float] | None
 
 
-def with_ns(case: Case, ns_dtype: str) -> Case:
-    return replace(case, muon=(("ns_dtype", ns_dtype), *case.muon))
-
-
-FP32 = with_ns(replace(BASE, bf16=False), "fp32")
-BF16 = with_ns(BASE, "bf16")
-HYPERBALL = ("rule", "hyperball")
+FP32 = replace(BASE, bf16=False).with_muon(ns_dtype="fp32")
+BF16 = BASE.with_muon(ns_dtype="bf16")
 CASES = {
     "fp32": FP32,
     "bf16": BF16,
     "groups": replace(
         FP32, faster=("*.linear_fc2.weight", "embedding.*", "*.linear_qkv.*")
     ),
-    "one-qkv": replace(FP32, muon=(*FP32.muon, ("split_qkv", False))),
-    "shared": replace(FP32, muon=(*FP32.muon, ("split_matrices", 2))),
-    "shared-bf16": replace(BF16, muon=(*BF16.muon, ("split_matrices", 4)), steps=FEW),
-    "no-nesterov": replace(FP32, muon=(*FP32.muon, ("nesterov", False))),
-    "other-constants": replace(
-        FP32,
-        muon=(
-            *FP32.muon,
-            ("momentum", 0.8),
-            ("matched_adamw_rms", 0.3),
-            ("ns_steps", 4),
-        ),
-    ),
-    "unit-rms-norm": replace(
-        FP32,
-        muon=(*FP32.muon, ("scale_mode", "unit_rms_norm"), ("matched_adamw_rms", 4.0)),
-    ),
-    "shape-scaling": replace(
-        FP32,
-        muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0)),
-    ),
-    "update-norm": replace(
-        FP32, muon=(*FP32.muon, ("scale_mode", "update_norm"), ("ns_steps", 3))
-    ),
-    "update-norm-shared": replace(
-        FP32, muon=(*FP32.muon, ("scale_mode", "update_norm"), ("split_matrices", 2))
-    ),
+    "one-qkv": FP32.with_muon(split_qkv=False),
+    "shared": FP32.with_muon(split_matrices=2),
+    "shared-bf16": replace(BF16.with_muon(split_matrices=4), steps=FEW),
+    "no-nesterov": FP32.with_muon(nesterov=False),
+    "other-constants": FP32.with_muon(momentum=0.8, matched_adamw_rms=0.3, ns_steps=4),
+    "unit-rms-norm": FP32.with_muon(scale_mode="unit_rms_norm", matched_adamw_rms=4.0),
+    "shape-scaling": FP32.with_muon(scale_mode="shape_scaling", matched_adamw_rms=4.0),
+    "update-norm": FP32.with_muon(scale_mode="update_norm", ns_steps=3),
+    "update-norm-shared": FP32.with_muon(scale_mode="update_norm", split_matrices=2),
     "full-period": replace(
-        FP32, gated=True, muon=(*FP32.muon, ("full_period", 2), ("block_lr_mult", 0.5))
+        FP32.with_muon(full_period=2, block_lr_mult=0.5), gated=True
     ),
-    "cautious-decay": replace(
-        FP32, weight_decay=2.0, muon=(*FP32.muon, ("cautious_decay", True))
-    ),
+    "cautious-decay": replace(FP32.with_muon(cautious_decay=True), weight_decay=2.0),
     "independent-decay": replace(
-        FP32,
-        faster=("*.linear_fc2.weight",),
-        muon=(*FP32.muon, ("independent_decay", True)),
+        FP32.with_muon(independent_decay=True), faster=("*.linear_fc2.weight",)
     ),
-    "momentum-warm-up": replace(
-        FP32, muon=(*FP32.muon, ("momentum_warmup", 3), ("momentum_start", 0.3))
-    ),
-    "hyperball": replace(FP32, weight_decay=0.0, muon=(*FP32.muon, HYPERBALL)),
-    "hyperball-bf16": replace(BF16, weight_decay=0.0, muon=(*BF16.muon, HYPERBALL)),
+    "momentum-warm-up": FP32.with_muon(momentum_warmup=3, momentum_start=0.3),
+    "hyperball": replace(FP32.with_muon(rule="hyperball"), weight_decay=0.0),
+    "hyperball-bf16": replace(BF16.with_muon(rule="hyperball"), weight_decay=0.0),
     "hyperball-experts": replace(
-        FP32,
+        FP32.with_muon(rule="hyperball", split_matrices=2),
         moe=True,
         weight_decay=0.0,
         steps=FEW,
-        muon=(*FP32.muon, HYPERBALL, ("split_matrices", 2)),
     ),
-    "namo": replace(FP32, muon=(*FP32.muon, ("rule", "namo"))),
-    "namo-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "namo"))),
+    "namo": FP32.with_muon(rule="namo"),
+    "namo-bf16": BF16.with_muon(rule="namo"),
     "namo-experts": replace(
-        FP32,
-        moe=True,
-        steps=FEW,
-        muon=(*FP32.muon, ("rule", "namo"), ("split_matrices", 2)),
+        FP32.with_muon(rule="namo", split_matrices=2), moe=True, steps=FEW
     ),
-    "normuon": replace(FP32, muon=(*FP32.muon, ("rule", "normuon"))),
-    "normuon-bf16": replace(BF16, muon=(*BF16.muon, ("rule", "normuon"))),
+    "normuon": FP32.with_muon(rule="normuon"),
+    "normuon-bf16": BF16.with_muon(rule="normuon"),
     "normuon-experts": replace(
-        FP32,
-        moe=True,
-        steps=FEW,
-        muon=(*FP32.muon, ("rule", "normuon"), ("split_matrices", 2)),
+        FP32.with_muon(rule="normuon", split_matrices=2), moe=True, steps=FEW
     ),
-    "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
+    "decay-all": FP32.with_muon(weight_decay_all_params=True),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
     "heads-and-gate-up": replace(
-        FP32,
+        FP32.with_muon(
+            splits=(("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
+        ),
         gated=True,
         steps=FEW,
-        muon=(
-            *FP32.muon,
-            ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
-        ),
     ),
     "moe": replace(FP32, moe=True, steps=FEW),
     "moe-bf16": replace(BF16, moe=True, steps=FEW),
@@ -170,7 +132,7 @@ CASES = {
     "cut-gated-group": replace(FP32, heads=4, groups=1, output_gate=True, steps=FEW),
     "mtp": replace(FP32, mtp=True, tied=True, steps=FEW),
     "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
-    "fp16": with_ns(replace(BASE, bf16=False, fp16=True, steps=FEW), "bf16"),
+    "fp16": replace(BF16, bf16=False, fp16=True, steps=FEW),
 }
 EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
 WHERE = {

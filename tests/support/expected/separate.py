@@ -99,7 +99,7 @@ def trained_apart(
     """A weight and its momentum after the case's steps, if each block is a parameter of
     its own.
     """
-    config = megatron_muon.MuonConfig(**dict(case.muon))
+    config = case.settings
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)
     for place in _places(case, name, shape, kind):
@@ -125,7 +125,7 @@ def trained_in_turns(
     """``trained_apart`` of whole matrices in full steps, else of what each of two TP
     ranks has.
     """
-    config = megatron_muon.MuonConfig(**dict(case.muon))
+    config = case.settings
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)
     wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")

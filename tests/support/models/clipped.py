@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_muon import MuonConfig
 from support.installed import installed
 from support.models.gpt import Built, held, start, take_step
 from support.runs.cases import Case, Topology
@@ -68,7 +67,7 @@ def clipped(
     With Megatron's ``qk_clip`` its training loop calls ``clip_qk`` after a step; with
     the plugin's the step itself clips.
     """
-    with installed(MuonConfig(**dict(case.muon))):
+    with installed(case.settings):
         built = start(case, topology)
         for step in range(case.steps):
             largest = set_logits(built, step, dtype)

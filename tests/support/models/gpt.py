@@ -282,7 +282,7 @@ def start(case: Case, topology: Topology, *, plugin: bool = False) -> Built:
     AdamW.
     """
     plugin = plugin or case.optimizer == "muon"
-    with installed(MuonConfig(**dict(case.muon))) if plugin else nullcontext():
+    with installed(case.settings) if plugin else nullcontext():
         built = build(case, topology)
         built.optimizer = make_optimizer(built)
     return built

@@ -7,11 +7,12 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from megatron_muon import MuonConfig
 from support.installed import VERSION
 
 HIDDEN, HEADS, GROUPS, FFN, VOCAB, SEQUENCE = 96, 6, 2, 260, 128, 32
@@ -173,6 +174,15 @@ class Case:
             assert not self.bf16, "choose one of bf16 and fp16"
             return torch.float16
         return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def settings(self) -> MuonConfig:
+        """Those that ``muon`` says."""
+        return MuonConfig(**dict(self.muon))
+
+    def with_muon(self, **settings: Any) -> Case:
+        """The case with these of Muon's settings, too."""
+        return replace(self, muon=(*self.muon, *settings.items()))
 
     def overflows(self, step: int) -> bool:
         return any(at == step for at, _ in self.overflow)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ Rows = dict[str, dict[str, float]]  # numbers of a step by row and name
 
 def watched(case: Case, interval: int = 1) -> Case:
     """The case with a logging step every ``interval`` steps."""
-    return replace(case, muon=(*case.muon, ("log_interval", interval)))
+    return case.with_muon(log_interval=interval)
 
 
 def by_row(numbers: Mapping[str, float]) -> Rows:

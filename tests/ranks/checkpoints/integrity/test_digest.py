@@ -140,7 +140,7 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
     format: str, checkpoint: Any, tmp_path: Path
 ) -> None:
     """Both ways, on every rank, before anything is read."""
-    few = replace(CASE, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
+    few = CASE.with_muon(muon_exclude=("*.linear_fc1.weight",))
     run(saved, 2, few, DP, format, str(tmp_path))
     weight = "decoder.layers.0.mlp.linear_fc1.weight"
     ways = (
@@ -171,8 +171,8 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
 def test_without_a_digest_another_routing_is_among_the_causes(
     format: str, tmp_path: Path
 ) -> None:
-    off = replace(CASE, muon=(("checkpoint_digest", False),))
-    few = replace(off, muon=(*off.muon, ("muon_exclude", ("*.linear_fc1.weight",))))
+    off = CASE.with_muon(checkpoint_digest=False)
+    few = off.with_muon(muon_exclude=("*.linear_fc1.weight",))
     run(saved, 2, off, DP, format, str(tmp_path))
     for errors in run(errors_of_loads, 2, few, DP, format, [str(tmp_path)]):
         assert "muon_exclude (--muon-exclude)" in (errors[0] or ""), errors
@@ -196,7 +196,7 @@ def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
 
 
 def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
-    off = replace(CASE, muon=(("checkpoint_digest", False),))
+    off = CASE.with_muon(checkpoint_digest=False)
     run(saved, 2, off, DP, FORMATS[0], str(tmp_path))
     assert manifest.read(tmp_path) is None
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "damaged")

@@ -31,14 +31,10 @@ from support.runs.whole import differences
 T = Topology
 BF16 = Case()
 GATED = Case(gated=True)
-UPDATE_NORM = Case(muon=(("scale_mode", "update_norm"),))
+UPDATE_NORM = Case().with_muon(scale_mode="update_norm")
 IN_COLUMNS = (("*.linear_proj.*", "cols:48,48"),)
-WARMING = Case(
-    muon=(
-        ("momentum_warmup", 2),
-        ("cautious_decay", True),
-        ("independent_decay", True),
-    )
+WARMING = Case().with_muon(
+    momentum_warmup=2, cautious_decay=True, independent_decay=True
 )
 NS_FP32 = (("ns_dtype", "fp32"),)
 FP32 = Case(bf16=False, muon=NS_FP32)
@@ -131,7 +127,7 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "warm-up-and-decays": (WARMING, [TP2_DP2, T(dp=3, overlap=True)], [T(2, 2, 2)]),
     "update-norm": (UPDATE_NORM, [TP2_DP2, T(dp=3, overlap=True)], [T(2, 2, 2)]),
     "update-norm-columns": (
-        replace(UPDATE_NORM, muon=(*UPDATE_NORM.muon, ("splits", IN_COLUMNS))),
+        UPDATE_NORM.with_muon(splits=IN_COLUMNS),
         [T(2, 1, 3)],
         [],
     ),
@@ -157,7 +153,7 @@ RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
     "half-of-k-fp32": (replace(HALF_OF_K, bf16=False, muon=NS_FP32), [T(4, 1, 2)], []),
     "gated-group": (GATED_GROUP, [TP2_DP2], []),
     "two-gated-groups": (replace(GATED_GROUP, heads=8, groups=2), [T(4, 1, 1)], []),
-    "group-whole": (replace(ONE_GROUP, muon=(("split_qkv", False),)), [TP2_DP2], []),
+    "group-whole": (ONE_GROUP.with_muon(split_qkv=False), [TP2_DP2], []),
     # Megatron's own AdamW passes the comparison: the others rest on it
     "adam": (ADAM, [INSTANCES], []),
     "adam-chunks": (replace(ADAM, layers=4), [STEP_OVERLAP], []),

@@ -16,7 +16,7 @@ from support.runs.mutants import swapped_ep_ranks
 from support.runs.whole import differences
 
 MOE = Case(moe=True)
-FP32 = replace(MOE, bf16=False, muon=(("ns_dtype", "fp32"),))
+FP32 = replace(MOE.with_muon(ns_dtype="fp32"), bf16=False)
 LEGACY = replace(MOE, grouped="legacy")
 TE = replace(MOE, grouped="te")
 EP2 = Topology(dp=2, ep=2)
