@@ -153,11 +153,6 @@ def coefficients_page() -> str:
             for step, triple in enumerate(coefficients.triples, 1)
         ]
         parts.append(f"\n## {name}\n\nSource: {_linked(coefficients.source)}.\n\n")
-        if coefficients.headroom != 1:
-            parts.append(
-                "In bf16 and fp16 arguments are divided by "
-                f"{coefficients.headroom}.\n\n"
-            )
         if coefficients.fewest > 1:
             parts.append(
                 f"Fewer than {coefficients.fewest} steps are an error, which says what "

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_muon.lab.bench.step.build import build
@@ -116,8 +117,9 @@ class Training:
         if parallel_state.is_pipeline_last_stage():
             loss = torch.stack([each["loss"] for each in reported]).mean().view(1)
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            every = collectives.all_gather_flat("muon/compare", loss, group)
-            self.losses.append(torch.cat(every).mean().item())
+            every = loss.new_empty(group.size())
+            dist.all_gather_into_tensor(every, loss, group=group)
+            self.losses.append(every.mean().item())
 
     def data(self, number: int) -> Iterator[dict[str, Tensor]]:
         """Sequences that repeat themselves; which ones depends on step and

@@ -77,10 +77,7 @@ class Numerics:
         products = self.device
         if held == "fp32":
             products = "cuda" if on_gpu else "cpu"
-        # bf16 and fp16 have the same headroom
-        steps = schedule(
-            config.ns_coefficients, config.ns_steps, config.ns_dtype or "bf16"
-        )
+        steps = schedule(config.ns_coefficients, config.ns_steps)
         segments = _segments(config, steps, dtype if held == dtype else "fp32_squares")
         wanted = config.ns_iteration or ("auto" if is_fast else "standard")
         may_share = config.log_interval is None and row_of(config.rule).shares

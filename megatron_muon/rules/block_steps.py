@@ -38,13 +38,6 @@ class PeriodicMuon(DistributedMuon):
         """See ``DistributedMuon``."""
         return [self, self.block]
 
-    def remarks(self) -> list[str]:
-        """See ``DistributedMuon``."""
-        return [
-            f"every {self.config.full_period} steps one is full; the others "
-            "orthogonalize each TP slice by itself"
-        ]
-
     def start(self, groups: ParamGroups, states: States) -> None:
         """See ``Engine``; raises ValueError on every rank of the stage where ranks have
         loaded different steps.

@@ -604,10 +604,6 @@ class DistributedMuon(Engine):
         rule = row_of(self.config.rule).imported()(*parts)
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
 
-    def remarks(self) -> list[str]:
-        """What is unusual, for the start of a run."""
-        return []
-
     @property
     def variants(self) -> list[DistributedMuon]:
         """The Muons of all kinds of steps, this one first."""

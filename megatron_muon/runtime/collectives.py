@@ -21,8 +21,7 @@ A rule that asks for sums has one ``add_up`` over the stage per round and point.
 Saving and loading vote. ``all_gather_json`` spreads the text of an error, compares
 parameter names where patterns route them, and puts a checkpoint's manifest together.
 
-Only examples and tests call ``all_gather_flat``; ``bench`` and Megatron on a CPU call
-``start_broadcasts``.
+Only ``bench`` and Megatron on a CPU call ``start_broadcasts``.
 
 In what follows ``name`` is that of the phase, for errors and traces. All ranks of
 ``group`` call a function together; None is the world. ``device`` is the one that the
@@ -204,14 +203,6 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
             ]
         )
     return [work for work in started if work is not None]
-
-
-def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
-    """Every rank's ``mine``, ``(n,)`` with the same n, in the order of the group."""
-    flat = mine.new_empty(mine.numel() * group.size())
-    with marked(name, group):
-        dist.all_gather_into_tensor(flat, mine, group=group)
-    return list(torch.split(flat, mine.numel()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from megatron_muon.settings import left
+
 Triple = tuple[float, float, float]
 CoefficientName = Literal["simple", "quintic", "polar_express", "deepseekv4"]
 Coefficients = CoefficientName | tuple[Triple, ...]
@@ -76,7 +78,6 @@ class CoefficientSet:
     interval: tuple[float, float]
     # absolute values that it is brought to, in exact arithmetic
     band: tuple[float, float]
-    headroom: float = 1.0  # divisor of each polynomial's argument in bf16 and fp16
     fewest: int = 1  # with fewer steps it is another set, or has none of its last
     # by the number of steps, as tests/figures/restart_errors.py finds them; others are
     # not tested
@@ -170,34 +171,6 @@ SETS: dict[CoefficientName, CoefficientSet] = {
     ),
 }
 
-# Sets of 0.2.0 as numbers, of cans those in 16 bits: its polynomials' arguments were
-# divided by 1.01 there. They go with 0.4.
-REMOVED: dict[str, tuple[Triple, ...]] = {
-    "cans": tuple(
-        (a / 1.01, b / 1.01**3, c / 1.01**5)
-        for a, b, c in (
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        )
-    ),
-    "aol": (
-        (4.0098, -7.0585, 2.4635),
-        (3.4585, -5.5479, 2.5959),
-        (2.7573, -3.2939, 1.4254),
-        (2.7215, -3.0494, 1.3169),
-    ),
-    "cubic5": (
-        (3.3656576, -3.3420992, 0.0),
-        (2.5744352, -1.4957376, 0.0),
-        (2.5368962, -1.4312570, 0.0),
-        (2.4418906, -1.2764040, 0.0),
-        (2.2230472, -0.9630650, 0.0),
-    ),
-}
-
 
 def canonical(value: object) -> Coefficients:
     """A set's name, or the triples of a custom list; a triple by itself is a list of
@@ -211,10 +184,10 @@ def canonical(value: object) -> Coefficients:
         ValueError: no set has the name, the list is empty, or a number is not finite.
     """
     if isinstance(value, str):
-        if value in REMOVED:
+        if value in left.SETS:
             raise ValueError(
                 f"{_NAME} {value!r}: this set was removed; its numbers still work, "
-                f"--muon-ns-coefficients '{spelled(REMOVED[value])}'"
+                f"--muon-ns-coefficients '{left.SETS[value]}'"
             )
         if value not in SETS:
             raise ValueError(
@@ -278,11 +251,8 @@ def require_whole(given: Given, steps: int) -> None:
 
 
 @lru_cache(1024)
-def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
-    """(a, b, c) of each step, in bf16 and fp16 with the set's headroom.
-
-    A custom list that is too short starts over.
-    """
+def schedule(given: Given, steps: int) -> tuple[Triple, ...]:
+    """(a, b, c) of each step; a custom list that is too short starts over."""
     coefficients = canonical(given)
     if not isinstance(coefficients, str):
         return tuple(coefficients[step % len(coefficients)] for step in range(steps))
@@ -292,8 +262,7 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     for step in range(steps):
         at = min(step, number - 1) if chosen.after == "repeat_last" else step % number
         triples.append(chosen.triples[at])
-    room = 1.0 if dtype == "fp32" else chosen.headroom
-    return tuple((a / room, b / room**3, c / room**5) for a, b, c in triples)
+    return tuple(triples)
 
 
 def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
@@ -306,7 +275,7 @@ def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
     """
     unit, most = _BOUNDS[dtype]
     largest = 1.0
-    for step, triple in enumerate(schedule(given, steps, dtype), 1):
+    for step, triple in enumerate(schedule(given, steps), 1):
         largest = _largest(triple, largest * (1 + unit))
         if not largest <= most:
             raise ValueError(

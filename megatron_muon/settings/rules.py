@@ -38,11 +38,6 @@ class RuleRow:
         """The settings of the scale, where its updates have none."""
         return _OF_SCALE.intersection(self.refuses)
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether it keeps second moments."""
-        return "moment2_beta2" in self.settings
-
     def imported(self) -> Any:
         """The rule's class, or what makes a rule from the class's arguments."""
         return _found(self.location)

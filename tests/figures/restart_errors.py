@@ -9,9 +9,6 @@ within ``GRAM_ERROR`` and ``GRAM_TOP`` of ``coefficients``. Standard's error is 
 worst of three: with X as it is, and scaled up and down by one rounding unit. Of the
 shortest accurate lists, the one farthest from both bounds is taken.
 
-A set with headroom has none: near rank 1 its polynomials are stable up to the headroom
-only, and the rounding of the square of X, which grows from step to step, passes that.
-
 Without arguments it prints the recorded lists' worst figures over the bounds.
 ``--find`` searches, which takes hours for all sets.
 """
@@ -48,8 +45,6 @@ def over_bounds(tried: Iterable[Trial], restarts: Sequence[int]) -> tuple[float,
 
 def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | None:
     """The list of one field of ``Restarts``."""
-    if SETS[name].headroom != 1:
-        return None
     few, every = list(trials(name, steps, field, FEW)), None
     for length in range(steps - 1):
         accurate = []

@@ -241,7 +241,7 @@ def trials(
     for dtype, products in roundings(field):
         of_dtype[dtype].append(products)
     for dtype, devices in of_dtype.items():
-        triples, nudge = schedule(name, steps, dtype), NUDGE[dtype]
+        triples, nudge = schedule(name, steps), NUDGE[dtype]
         least = GRAM_LEAST[dtype]
         if field == "fp32_squares" and dtype == "fp32":  # well below one unit of bf16
             least = 2.0**-10

@@ -346,9 +346,7 @@ def test_a_gpu_takes_auto_where_restarts_are_known(
     standard.
     """
     for name, coefficients in SETS.items():
-        numbers = {5, 7, *coefficients.restarts} - (
-            {7} if coefficients.after == "refuse" else set()
-        )
+        numbers = {5, 7, *coefficients.restarts}
         for steps in {max(number, coefficients.fewest) for number in numbers}:
             lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
@@ -459,7 +457,7 @@ def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_i
         check_record(saved, Numerics(whole, "cpu"))
     flags = shlex.split(str(refused.value).split("keep its bits: ")[1].split(". ")[0])
     keeps = flag_parsers.config_of("0.19", *flags)
-    before = schedule("deepseekv4", steps, "bf16")
+    before = schedule("deepseekv4", steps)
     for device in get_args(Device):
         assert Numerics(keeps, device).steps == before
         assert Numerics(keeps, device).iteration == "standard"

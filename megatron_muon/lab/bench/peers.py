@@ -43,7 +43,7 @@ def peers(
 def _torchs(steps: int, device: torch.device) -> Run:
     module = importlib.import_module("torch.optim._muon")
     iterate: Any = module._zeropower_via_newtonschulz
-    triple = schedule(_SET, steps, "fp32")[0]
+    triple = schedule(_SET, steps)[0]
     return lambda x: iterate(x, triple, steps, 1e-7)
 
 
@@ -67,7 +67,7 @@ def _dions(steps: int, device: torch.device) -> Run:
 def _grams(steps: int, device: torch.device) -> Run:
     made: Any = importlib.import_module("gram_newton_schulz").GramNewtonSchulz(
         ns_use_kernels=device.type == "cuda",
-        ns_coefficients=[list(triple) for triple in schedule(_SET, steps, "fp32")],
+        ns_coefficients=[list(triple) for triple in schedule(_SET, steps)],
         gram_newton_schulz_reset_iterations=[2],
         compile_kwargs=None,
     )

@@ -22,7 +22,7 @@ from megatron_muon.mcore.checkpoint.matrices import (
 from megatron_muon.mcore.routing.param_routing import GROUP_SETTINGS, LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings import left
-from megatron_muon.settings.coefficients import REMOVED, as_run, canonical, spelled
+from megatron_muon.settings.coefficients import as_run, canonical, parse, spelled
 from megatron_muon.settings.config import ROWS, MuonConfig, named
 
 Group = dict[str, Any]
@@ -103,7 +103,8 @@ def check_record(
     then |= {name: now[name] for name, value in _UNSAID.items() if then[name] == value}
     coefficients = then["ns_coefficients"]  # perhaps numbers, or a removed set's name
     if isinstance(coefficients, str):
-        coefficients = REMOVED.get(coefficients, coefficients)
+        if coefficients in left.SETS:
+            coefficients = parse(left.SETS[coefficients])
     try:
         then["ns_coefficients"] = canonical(coefficients)
         used = _as_run(then)

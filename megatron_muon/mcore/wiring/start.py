@@ -71,8 +71,6 @@ def start_lines(
             plans = [part.muon.plan for part in dist_opts]
             memory = describe.held_and_sent(plans)
             warnings = describe.node_lines(plans, config, ranks_here)
-            for part in dist_opts:
-                warnings += part.muon.remarks()
         return [matched, asdict(share), memory, warnings]
 
     ranks = collectives.all_gather_json(together(own, None, stage.device), None)

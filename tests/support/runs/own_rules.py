@@ -13,7 +13,7 @@ from megatron_muon import OwnRule
 from megatron_muon.settings.coefficients import schedule
 
 HERE = "support.runs.own_rules"
-STEPS = schedule("polar_express", 5, "fp32")
+STEPS = schedule("polar_express", 5)
 
 
 def polar_express(x: Tensor) -> Tensor:

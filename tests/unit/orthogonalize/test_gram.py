@@ -48,7 +48,7 @@ def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) 
     1e-7 is far above it, and a wrong term gives 1e-1.
     """
     x = normalize(drawn(24, 400 if products.blocked else 60)).double()
-    triples = schedule(name, steps, "fp32")
+    triples = schedule(name, steps)
     exact = standard_iteration(x, triples, FLOAT64)
     for restarts in {
         tuple(range(2, steps, 2)),
@@ -67,7 +67,7 @@ def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
     """A linear term on the square's diagonal rounds once more: at most twice the error,
     or 64 units where that is nearly none, as of all ones. In float64 nothing differs.
     """
-    triples, kind = schedule(name, steps, "fp16"), torch.float16
+    triples, kind = schedule(name, steps), torch.float16
     plain = Products(kind, kind, torch.float32, scale=scale_of("fp16"))
     for shape in ((64, 256), (96, 96)):
         for what, matrix in inputs(*shape):

@@ -196,13 +196,17 @@ MOVING |= {"mtp": MTP, "mtp-tied": replace(MTP, tied=True)}
 
 @pytest.mark.parametrize("name", MOVING)
 def test_every_weight_moves(name: str) -> None:
-    """Without this, comparing two runs that both do nothing would pass."""
+    """Without this, comparing two runs that both do nothing would pass.
+
+    All but one element in a thousand, which rounding may leave where it was.
+    """
     case = MOVING[name]
     before = truth(replace(case, steps=0))
     after = truth(case)
     assert muon_weights(case) <= before["main"].keys()
-    same = [n for n, w in before["main"].items() if bool((w == after["main"][n]).any())]
-    assert same == []
+    for weight, start in before["main"].items():
+        stay = int((start == after["main"][weight]).sum())
+        assert stay <= start.numel() // 1000, weight
 
 
 def test_overlap_really_has_several_buckets() -> None:
