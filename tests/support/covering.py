@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from support.checkpoints.saving import formats
+from support.checkpoints.saving import RESHARDABLE, formats
 from support.installed import VERSION, lacks
 from support.runs.cases import Case, Topology
 
@@ -31,7 +31,6 @@ CASES = {
     "grouped": replace(MOE, grouped="legacy", gated=VERSION >= (0, 15), layers=2),
 }
 SMALLER = 20_000  # elements of a bucket: fewer buckets than with ``Topology``'s own
-FULL = ("fully_reshardable", "fully_sharded_model_space")
 MOST_SAVING, MOST_LOADING = 4, 8  # ranks
 CANDIDATES, SMALL = 1_500, 12
 
@@ -74,7 +73,7 @@ def is_legal(change: Change) -> bool:
         return False
     if not all(_is_possible(case, topology) for topology in (saved, loaded)):
         return False
-    if change.format in FULL:
+    if change.format == RESHARDABLE:
         return VERSION >= (0, 14) or (saved.ep == 1) == (loaded.ep == 1)
     if (
         change.format == "dp_zero_gather_scatter"
@@ -137,7 +136,7 @@ def _candidates(pick: random.Random) -> Iterator[Change]:
         format = pick.choice(formats())
         saved = _topology(pick, CASES[case].moe)
         loaded = _topology(pick, CASES[case].moe)
-        if format not in FULL:
+        if format != RESHARDABLE:
             loaded = replace(
                 loaded, tp=saved.tp, pp=saved.pp, ep=saved.ep, chunks=saved.chunks
             )

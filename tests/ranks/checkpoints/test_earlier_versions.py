@@ -18,23 +18,22 @@ from megatron_muon.mcore.checkpoint import manifest
 from support import ROOT
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import loaded
-from support.models.gpt import Case, Topology
+from support.marks import in_each_format
+from support.models.gpt import Case, Topology, on_ranks
 from support.processes import environment
 from support.ranks import run
+from support.runs.topologies import DP2, DP2_EP2, TP2
 from support.runs.whole import differences, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMITS = {"0.2.0": "cf5addc7", "before 0.3.0": "5e0cf2a3"}
 # by name: what is trained, on which ranks; 0.2.0 has no other rules than muon
 CASES: dict[str, tuple[Case, Topology]] = {
-    "dense": (Case(steps=2), Topology(dp=2)),
-    "experts": (Case(steps=2, moe=True), Topology(dp=2, ep=2)),
-    "cut": (Case(steps=2, gated=True, tied=True), Topology(tp=2)),
-    "normuon": (Case(steps=2).with_muon(rule="normuon"), Topology(dp=2)),
-    "routed": (
-        Case(steps=2).with_muon(muon_exclude=("*.linear_fc1.weight",)),
-        Topology(dp=2),
-    ),
+    "dense": (Case(steps=2), DP2),
+    "experts": (Case(steps=2, moe=True), DP2_EP2),
+    "cut": (Case(steps=2, gated=True, tied=True), TP2),
+    "normuon": (Case(steps=2).with_muon(rule="normuon"), DP2),
+    "routed": (Case(steps=2).with_muon(muon_exclude=("*.linear_fc1.weight",)), DP2),
 }
 SAVES = """
 import pickle, sys
@@ -92,7 +91,7 @@ def saves(
     return folder
 
 
-@pytest.mark.parametrize("format", formats())
+@in_each_format
 @pytest.mark.parametrize("name", CASES)
 def test_it_loads_bit_for_bit(name: str, format: str, saves: Path) -> None:
     case, topology = CASES[name]
@@ -102,9 +101,7 @@ def test_it_loads_bit_for_bit(name: str, format: str, saves: Path) -> None:
     held: list[Any] = pickle.loads(kept.read_bytes())
     there = manifest.read(folder)
     assert there is not None and there["complete"] and there["format"] == 2
-    results = run(
-        loaded, topology.world_size, case, topology, format, str(folder), timeout=300
-    )
+    results = on_ranks(loaded, case, topology, format, str(folder), timeout=300)
     assert [result["error"] for result in results] == [None] * topology.world_size
     again = [result["held"] for result in results]
     assert differences(whole(held), whole(again)) == []

@@ -13,9 +13,10 @@ import torch
 
 from support.installed import VERSION, installed, lacks
 from support.models.clipped import attentions
-from support.models.gpt import Built, build, make_optimizer
+from support.models.gpt import Built, build, make_optimizer, on_ranks
 from support.ranks import run
 from support.runs.cases import SEQUENCE, VOCAB, Case, Topology
+from support.runs.topologies import ONE, TP2_DP2
 
 FAR = 1e9  # a threshold that no logit passes
 WATCHED = Case(bf16=False).with_muon(qk_clip=FAR)
@@ -65,7 +66,7 @@ def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
     """Of each attention, over two micro-batches; expected are products of what it was
     given.
     """
-    built = _watched(case, Topology())
+    built = _watched(case, ONE)
     seen: list[list[torch.Tensor]] = []
     for attention in attentions(built):
         largest: list[torch.Tensor] = []
@@ -125,13 +126,13 @@ def _largest_of_stage(case: Case, topology: Topology) -> tuple[list[float], floa
     return logits, clip.largest
 
 
-@pytest.mark.parametrize("topology", [Topology(tp=2, dp=2), Topology(cp=2)], ids=str)
+@pytest.mark.parametrize("topology", [TP2_DP2, Topology(cp=2)])
 def test_every_rank_knows_the_largest_logits_of_the_whole_batch(
     topology: Topology,
 ) -> None:
-    ((alone, largest),) = run(_largest_of_stage, 1, WATCHED, Topology())
+    ((alone, largest),) = on_ranks(_largest_of_stage, WATCHED, ONE)
     assert largest == max(alone)
-    for reduced, most in run(_largest_of_stage, topology.world_size, WATCHED, topology):
+    for reduced, most in on_ranks(_largest_of_stage, WATCHED, topology):
         assert reduced == pytest.approx(alone, rel=1e-5)
         assert most == pytest.approx(largest, rel=1e-5)
 
@@ -170,7 +171,7 @@ def _clipped_forward(
     """The largest logit of each attention before and after a clip, without a step
     between.
     """
-    built = _watched(case, Topology())
+    built = _watched(case, ONE)
     for name, param in built.params.items():
         for end, value in values.items():
             if name.endswith(end):
@@ -203,7 +204,7 @@ def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit(
     made of is scaled, too, or is no part of it.
     """
     case = replace(WATCHED, optimizer="adam", **changes, **_clips(flag, 0.05))
-    lacking = lacks(case, Topology())
+    lacking = lacks(case, ONE)
     if lacking:
         pytest.skip(lacking)
     ((before, after),) = run(_clipped_forward, 1, case, values)
@@ -213,7 +214,7 @@ def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit(
 
 def _trained_with_biases(case: Case) -> tuple[list[float], list[float]]:
     """Of each step the largest logit of the first layer, and the norm of its weight."""
-    built = _watched(case, Topology())
+    built = _watched(case, ONE)
     attention = next(attentions(built))
     attention.linear_qkv.bias.data.fill_(3.0)
     logits: list[float] = []
@@ -253,13 +254,13 @@ def test_weights_do_not_shrink_where_biases_make_the_logit(
 )
 def test_logits_are_logged_alone_by_megatrons_flag() -> None:
     (value,) = run(_logged, 1)
-    (other,) = run(_largest_of_stage, 1, WATCHED, Topology())
+    (other,) = on_ranks(_largest_of_stage, WATCHED, ONE)
     assert value == (other[1], True)
 
 
 def _logged() -> tuple[float, bool]:
     with installed():
-        built = build(replace(WATCHED, muon=()), Topology())
+        built = build(Case(bf16=False), ONE)
         built.chunks[0].config.log_max_attention_logit = True
         for param in built.params.values():
             param.data.mul_(3.0)
@@ -283,7 +284,7 @@ def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
 
 
 def _logged_after_a_step() -> tuple[float, float]:
-    built = _watched(WATCHED.with_muon(qk_clip=0.05), Topology())
+    built = _watched(WATCHED.with_muon(qk_clip=0.05), ONE)
     _forward(built, 0)
     largest = max(max(each.tolist()) for each in _maxima(built))
     built.optimizer.qk_clip.apply()

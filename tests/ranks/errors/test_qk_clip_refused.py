@@ -15,7 +15,8 @@ from support.installed import VERSION, installed
 from support.models.clipped import attentions
 from support.models.gpt import build, optimizer_config
 from support.ranks import error_of, run
-from support.runs.cases import Case, Topology
+from support.runs.cases import Case
+from support.runs.topologies import ONE
 
 MUON = Case(steps=1)
 ADAM = Case(steps=1, optimizer="adam")
@@ -131,7 +132,7 @@ def test_what_cannot_be_clipped_is_refused(which: str) -> None:
 def _error(case: Case, name: str, value: Any, settings: dict[str, float]) -> str:
     from megatron.core import optimizer
 
-    built = build(case, Topology())
+    built = build(case, ONE)
     config = optimizer_config(built)
     where, _, setting = name.partition(".")
     if value == RELATIVE:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 
 from support import apex_on_cpu, te_on_cpu
-from support.models.gpt import Case, Topology, check, inner_optimizers, start
+from support.models.gpt import Case, check, inner_optimizers, start
 from support.ranks import run
+from support.runs.topologies import ONE, TP2_DP2
 
 pytestmark = pytest.mark.skipif(
     te_on_cpu.TE is not None or not apex_on_cpu.installed(),
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _adam(optimizer: str) -> list[str]:
-    (adam,) = inner_optimizers(start(Case(optimizer=optimizer), Topology()).optimizer)
+    (adam,) = inner_optimizers(start(Case(optimizer=optimizer), ONE).optimizer)
     return [f"{cls.__module__}.{cls.__name__}" for cls in type(adam).__mro__]
 
 
@@ -30,4 +31,4 @@ def test_megatron_uses_apexs_adam(optimizer: str) -> None:
 
 
 def test_a_topology_equals_one_process() -> None:
-    check(Case(), Topology(2, 1, 2))
+    check(Case(), TP2_DP2)

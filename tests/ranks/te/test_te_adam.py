@@ -14,10 +14,9 @@ import torch
 
 from megatron_muon.cpu.fused_adam import FusedAdam as Ours
 from support import te_on_cpu
+from support.marks import needs_te
 
-pytestmark = pytest.mark.skipif(
-    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
-)
+pytestmark = needs_te
 
 NUMBERS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 STEPS_OF_EMPTY_GROUPS = te_on_cpu.TE is not None and te_on_cpu.TE >= (2, 19)

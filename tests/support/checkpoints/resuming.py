@@ -9,8 +9,7 @@ import pytest
 
 from support.checkpoints.saving import resumed
 from support.installed import lacks
-from support.models.gpt import Case, Topology
-from support.ranks import run
+from support.models.gpt import Case, Topology, on_ranks
 
 
 def check(
@@ -23,9 +22,8 @@ def check(
     if lacking:
         pytest.skip(lacking)
     limit = max(120.0, 30.0 * topology.world_size)
-    size = topology.world_size
-    args = (case, topology, format, str(folder), *options.values())
-    results = run(resumed, size, *args, timeout=limit)
+    args = (case, topology, format, folder, *options.values())
+    results = on_ranks(resumed, *args, timeout=limit)
     for rank, result in enumerate(results):
         assert result["differences"] == [], f"rank {rank}"
         # none: all frozen

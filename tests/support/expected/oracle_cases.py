@@ -53,12 +53,12 @@ from support.models.gpt import (
     Topology,
     lr_at,
     matches,
+    on_ranks,
     train,
     truth,
     whole_grad,
     whole_weight,
 )
-from support.ranks import run
 from support.runs.whole import Whole, whole
 
 Tensor = torch.Tensor
@@ -337,7 +337,7 @@ def outside(case: Case, result: Whole, target: Result) -> dict[str, str]:
 @cache
 def plugin(case: Case, topology: Topology) -> tuple[Whole, tuple[float, ...]]:
     """What the plugin computes, and Megatron's norm of the gradients in each step."""
-    results = run(train, topology.world_size, case, topology)
+    results = on_ranks(train, case, topology)
     return whole(results), tuple(results[0]["log"]["norms"])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -180,12 +180,27 @@ class Case:
         """Those that ``muon`` says."""
         return MuonConfig(**dict(self.muon))
 
-    def with_muon(self, **settings: Any) -> Case:
-        """The case with these of Muon's settings, too."""
-        return replace(self, muon=(*self.muon, *settings.items()))
-
     def overflows(self, step: int) -> bool:
         return any(at == step for at, _ in self.overflow)
+
+    def with_muon(self, **settings: Any) -> Case:
+        """The case with these settings of Muon, too; a later value counts."""
+        return replace(self, muon=tuple({**dict(self.muon), **settings}.items()))
+
+    def with_narrow(self, **settings: Any) -> Case:
+        """The same of ``narrow``."""
+        narrow = {**dict(self.narrow or ()), **settings}
+        return replace(self, narrow=tuple(narrow.items()))
+
+    def __str__(self) -> str:
+        """What is not as in ``Case()``."""
+        said = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default:
+                said[each.name] = value
+        said |= dict(said.pop("muon", ()))
+        return "-".join(f"{name}={value}" for name, value in said.items()) or "plain"
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

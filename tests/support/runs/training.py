@@ -20,8 +20,7 @@ import torch
 
 from megatron_muon import numbers
 from support.installed import lacks
-from support.models.gpt import Built, held, start
-from support.ranks import run
+from support.models.gpt import Built, held, on_ranks, start
 from support.runs.cases import SEQUENCE, Case, Topology
 from support.runs.whole import whole
 
@@ -238,7 +237,7 @@ def trained(
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
-    ranks = run(train, topology.world_size, case, topology, mutation)
+    ranks = on_ranks(train, case, topology, mutation)
     for rank in ranks:
         assert (
             rank["norms"] == ranks[0]["norms"] and rank["scales"] == ranks[0]["scales"]

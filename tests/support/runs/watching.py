@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from support.installed import lacks
-from support.models.gpt import start, train
-from support.ranks import run
+from support.models.gpt import on_ranks, start, train
 from support.runs.cases import Case, Topology
 from support.runs.whole import Whole, whole
 
@@ -45,7 +44,7 @@ def logged(case: Case, topology: Topology) -> tuple[Whole, list[Rows]]:
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
-    ranks = run(train, topology.world_size, watched(case), topology)
+    ranks = on_ranks(train, watched(case), topology)
     numbers = ranks[0]["log"]["numbers"]
     assert all(rank["log"]["numbers"] == numbers for rank in ranks)
     return whole(ranks), [by_row(step) for step in numbers]
@@ -55,7 +54,7 @@ def promised(case: Case, topology: Topology) -> dict[str, float]:
     """Root mean squares of rows' updates, per unit of lr, if directions are
     orthogonal.
     """
-    about: Any = run(_about, topology.world_size, watched(case), topology)[0]
+    about: Any = on_ranks(_about, watched(case), topology)[0]
     return {
         row: said["promised_rms"]
         for row, said in about.items()

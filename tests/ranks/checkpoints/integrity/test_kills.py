@@ -22,10 +22,10 @@ import torch.distributed as dist
 from support.checkpoints import saving, sealing
 from support.checkpoints.saving import formats, unequal
 from support.installed import VERSION
-from support.models.gpt import Case, Topology, start, take_step
+from support.models.gpt import Case, start, take_steps
 from support.ranks import RankError, run
+from support.runs.topologies import DP2
 
-DP2 = Topology(dp=2)
 # Every rank writes shards of it.
 (BY_ALL,) = {"dp_reshardable", "fully_sharded_model_space"} & {*formats()}
 FILES = {
@@ -62,10 +62,9 @@ def _dies_at(phase: str, nth: int) -> None:
     torch.save = halved
 
 
-def _save(steps: int, format: str, folder: str, background: bool, kill: Any) -> None:
+def _save(steps: int, format: str, folder: Path, background: bool, kill: Any) -> None:
     built = start(Case(), DP2)
-    for step in range(steps):
-        take_step(built, step)
+    take_steps(built, range(steps))
     if kill is not None and dist.get_rank() == kill[2]:
         _dies_at(*kill[:2])
     if not background:
@@ -89,8 +88,8 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(format: str) -> Any:
         if format not in made:
             folder = tmp_path_factory.mktemp(format)
-            run(_save, 2, 1, format, str(folder), False, None)
-            made[format] = folder, run(_loads, 2, format, [str(folder)])
+            run(_save, 2, 1, format, folder, False, None)
+            made[format] = folder, run(_loads, 2, format, [folder])
         return made[format]
 
     return of
@@ -113,7 +112,6 @@ KILLS = [
         *((kill, BY_ALL, True) for kill in KILLS[1:3]),
         *((("torch", nth, 0), "torch", False) for nth in (0, 1)),
     ],
-    ids=str,
 )
 def test_a_killed_save_is_whole_or_refused(
     kill: Any, format: str, background: bool, over: bool, saves: Any, tmp_path: Path
@@ -127,10 +125,9 @@ def test_a_killed_save_is_whole_or_refused(
     shutil.copytree(once, older)
     if over:
         shutil.copytree(once, newer)
-    newer.mkdir(exist_ok=True)
     with pytest.raises(RankError, match="ended with exit code -9"):
-        run(_save, 2, 2, format, str(newer), background, kill)
-    loads = run(_loads, 2, format, [str(older), str(newer)])
+        run(_save, 2, 2, format, newer, background, kill)
+    loads = run(_loads, 2, format, [older, newer])
     for (one,), (first, second) in zip(expected, loads, strict=True):
         assert first["error"] is None and not unequal(
             one["held"], first["held"], "", log=False
