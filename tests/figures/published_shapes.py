@@ -54,7 +54,7 @@ _GLM = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """A model.
 

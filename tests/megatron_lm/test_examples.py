@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from support import PYTHON311, ROOT, TESTS, te_on_cpu
+from support import PYTHON311, ROOT, TESTS
+from support.installed import needs_te
 
 EXAMPLES = ROOT / "examples"
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
@@ -314,7 +315,7 @@ def test_smoke_trains(
 
 
 @needs_checkout
-@pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+@needs_te
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_smoke_trains_with_transformer_engines_modules(
     name: str, tmp_path: Path

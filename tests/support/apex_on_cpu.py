@@ -46,14 +46,10 @@ def install() -> None:
             getattr(adam, f"multi_tensor_{name}"),
         )
     others = (
-        "adam_capturable",
-        "adam_capturable_master",
-        "sgd",
-        "novograd",
-        "lamb",
-        "adagrad",
+        "adam_capturable adam_capturable_master sgd novograd lamb adagrad lamb_mp "
+        "l2norm_mp"
     )
-    for name in (*others, "lamb_mp", "l2norm_mp"):
+    for name in others.split():
         setattr(sys.modules["amp_C"], f"multi_tensor_{name}", _not_in_the_stub)
     cpu.REPLACEMENTS = tuple(
         each for each in cpu.REPLACEMENTS if each is not megatron_core.adam

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.checkpoints.inspecting import DEFAULT, as_megatron_lm, saved, seal
+from support.checkpoints.inspecting import as_megatron_lm, saved, seal
+from support.checkpoints.saving import DEFAULT
 
 FORMATS = [DEFAULT, "torch"]
 

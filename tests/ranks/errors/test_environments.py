@@ -11,10 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.models.gpt import Case, start, take_steps
+from support.models.gpt import Case, Topology, start, take_steps
 from support.processes import environment
 from support.ranks import run
-from support.runs.topologies import DP2_OVERLAP
 
 RANK = """
 import sys
@@ -46,7 +45,7 @@ OTHERWISE = {
 
 def digest() -> str:
     """Of this rank's weights after two steps."""
-    built = start(Case(gated=True), DP2_OVERLAP)
+    built = start(Case(gated=True), Topology(1, 1, 2, overlap=True))
     take_steps(built, range(2))
     bits = hashlib.sha256()
     for chunk in built.chunks:

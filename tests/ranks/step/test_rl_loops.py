@@ -17,24 +17,25 @@ from support.models.gpt import (
     Built,
     Case,
     Topology,
+    distributed_optimizers,
     held,
-    on_ranks,
     prepare_step,
     start,
     truth,
 )
+from support.ranks import run_on
 from support.runs.messages import late_gathers
-from support.runs.topologies import TP2_DP2
 from support.runs.whole import differences, whole
 
-DENSE = Case().with_muon(round_bytes=1)  # a round for each parameter
-EXPERTS = replace(DENSE, moe=True)
+ROUNDS = ("round_bytes", 1)  # a round for each parameter
+DENSE = Case(muon=(ROUNDS,))
+EXPERTS = Case(muon=(ROUNDS,), moe=True)
 IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
 ADAMW = replace(DENSE, optimizer="adam")
 RUNS = [
-    (DENSE, IN_BUCKETS),
-    (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
-    (DENSE, TP2_DP2),
+    pytest.param(DENSE, IN_BUCKETS, id="dp3"),
+    pytest.param(EXPERTS, Topology(dp=4, ep=2, overlap=True), id="experts"),
+    pytest.param(DENSE, Topology(tp=2, dp=2), id="without overlap"),
 ]
 
 
@@ -104,7 +105,7 @@ def _exported(
 def test_weights_exported_right_after_a_step_are_that_steps(
     case: Case, topology: Topology, sync: Callable[[Built], None]
 ) -> None:
-    ranks = on_ranks(_exported, case, topology, sync)
+    ranks = run_on(_exported, case, topology, sync)
     assert [found["unlike"] for rank in ranks for found in rank] == [
         []
     ] * case.steps * len(ranks)
@@ -131,9 +132,9 @@ def _read(case: Case, topology: Topology) -> tuple[bool, int]:
 
 
 def test_a_plain_read_is_never_staler_than_under_adamw() -> None:
-    adamw = on_ranks(_read, ADAMW, IN_BUCKETS)
+    adamw = run_on(_read, ADAMW, IN_BUCKETS)
     for (whole_words, fresh), (_, least) in zip(
-        on_ranks(_read, DENSE, IN_BUCKETS), adamw, strict=True
+        run_on(_read, DENSE, IN_BUCKETS), adamw, strict=True
     ):
         assert whole_words and fresh >= 0.99 * least
 
@@ -167,7 +168,7 @@ def _asleep(built: Built) -> Iterator[None]:
 
 def _move_state(built: Built) -> None:
     """Main parameters and state tensors to other memory; what they had is NaN."""
-    for part in built.parts:
+    for part in distributed_optimizers(built.optimizer):
         for shards in part.shard_fp32_from_float16_groups:
             for shard in shards:
                 old, shard.data = shard.data, shard.data.clone()
@@ -212,12 +213,12 @@ def _slept(
         return held(built)
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "waits"])
 @pytest.mark.parametrize(("case", "topology"), RUNS)
 def test_memory_may_be_given_back_right_after_a_step(
     case: Case, topology: Topology, waits: bool
 ) -> None:
-    results = on_ranks(_slept, case, topology, waits)
+    results = run_on(_slept, case, topology, waits)
     assert differences(truth(case), whole(results)) == []
 
 
@@ -225,5 +226,5 @@ def test_memory_may_be_given_back_right_after_a_step(
 def test_state_comes_back_from_megatrons_own_offload(
     case: Case, topology: Topology
 ) -> None:
-    results = on_ranks(_slept, case, topology, False, _megatron_moves)
+    results = run_on(_slept, case, topology, False, _megatron_moves)
     assert differences(truth(case), whole(results)) == []

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from support.checkpoints.saving import resumed
-from support.installed import lacks
-from support.models.gpt import Case, Topology, on_ranks
+from support.checkpoints.resharding import resumed
+from support.installed import require
+from support.models.gpt import Case, Topology
+from support.ranks import run
 
 
 def check(
@@ -18,12 +17,11 @@ def check(
     """Resuming equals going on, on every rank, and the steps after it did change
     something.
     """
-    lacking = lacks(case, topology)
-    if lacking:
-        pytest.skip(lacking)
+    require(case, topology)
     limit = max(120.0, 30.0 * topology.world_size)
-    args = (case, topology, format, folder, *options.values())
-    results = on_ranks(resumed, *args, timeout=limit)
+    size = topology.world_size
+    args = (case, topology, format, str(folder), *options.values())
+    results = run(resumed, size, *args, timeout=limit)
     for rank, result in enumerate(results):
         assert result["differences"] == [], f"rank {rank}"
         # none: all frozen

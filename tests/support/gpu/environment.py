@@ -13,16 +13,9 @@ from support.gpu.settings import Settings
 
 # Packages whose versions the report names, if they are installed.
 _PACKAGES = (
-    "transformer-engine",
-    "apex",
-    "emerging-optimizers",
-    "dion",
-    "gram-newton-schulz",
-    "quack-kernels",
-    "triton",
-    "numpy",
-    "nvidia-nccl-cu12",
-)
+    "transformer-engine apex emerging-optimizers dion gram-newton-schulz quack-kernels "
+    "triton numpy nvidia-nccl-cu12"
+).split()
 
 
 def described(settings: Settings) -> dict[str, str]:

@@ -45,6 +45,7 @@ CPU_ALONE = (
     "megatron_muon.cpu.training as training; training.enable(); sys.argv = "
     "sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # Where a script finds Megatron without the launcher; last what a fork imports.
 MORE = [*filter(None, [os.environ.get("PYTHONPATH")])]
 PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, ROOT, PYTHON311, *MORE)))}
@@ -117,13 +118,9 @@ def pretrain_command(
     script: Path | None = None,
     model: str = MODEL,
 ) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
-    return [
-        *command,
-        str(script or CHECKOUT / "pretrain_gpt.py"),
-        *words(model, data, RUN, *options),
-    ]
+    path = str(script or CHECKOUT / "pretrain_gpt.py")
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "megatron_muon", path]
+    return [*command, *words(model, data, RUN, *options)]
 
 
 def without_plugin(
@@ -132,14 +129,8 @@ def without_plugin(
     """``pretrain_gpt.py`` with the CPU runtime, but without the launcher and the
     plugin.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        f"--nproc-per-node={processes}",
-        "--no-python",
-        sys.executable,
-        "-c",
-        CPU_ALONE,
-    ]
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", "--no-python"]
+    command += [sys.executable, "-c", CPU_ALONE]
     command += [str(CHECKOUT / "pretrain_gpt.py"), *words(model, MOCK, RUN, *options)]
     return done(command, fails, **{**PATHS, **more})
 

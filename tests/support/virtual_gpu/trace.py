@@ -19,7 +19,7 @@ MAIN = "main"  # the stream that is current unless the program says otherwise
 Range = tuple[int, int, int]  # block, first byte, one after the last byte
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """The line of the package or of Megatron that issued an event, if one did."""
 
@@ -31,30 +31,16 @@ class Place:
         """The function's name."""
         return "elsewhere" if self.code is None else self.code.co_name
 
-    @property
-    def file(self) -> str:
-        """Its path inside the package or Megatron's core."""
+    def __str__(self) -> str:
+        """With the file's path inside the package or Megatron's core."""
         if self.code is None:
             return "elsewhere"
         path = self.code.co_filename.replace("\\", "/")
-        return next((path.split(mark)[-1] for mark in _OURS if mark in path), path)
-
-    @property
-    def is_megatrons(self) -> bool:
-        """The line is Megatron's."""
-        return self.code is not None and _OURS[1] in self.code.co_filename.replace(
-            "\\", "/"
-        )
-
-    def __str__(self) -> str:
-        return (
-            "elsewhere"
-            if self.code is None
-            else f"{self.file}:{self.line} {self.caller}"
-        )
+        file = next((path.split(mark)[-1] for mark in _OURS if mark in path), path)
+        return f"{file}:{self.line} {self.caller}"
 
 
-@dataclass(slots=True)
+@dataclass
 class Kernel:
     """An aten operation, or a fused kernel of another library."""
 
@@ -67,7 +53,7 @@ class Kernel:
     place: Place  # who called it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """A process group: its name, and its ranks in the world in the group's order."""
 
@@ -75,7 +61,7 @@ class Group:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecordedMessage:
     """A message to or from one rank of the group in a collective."""
 
@@ -85,7 +71,7 @@ class RecordedMessage:
     start: int  # its place in its block, in bytes
 
 
-@dataclass(slots=True)
+@dataclass
 class RecordedCollective:
     """One launch of NCCL: a collective, a point-to-point operation, or a group of
     several.
@@ -124,7 +110,7 @@ class RecordedCollective:
         return not self.agreed
 
 
-@dataclass(slots=True)
+@dataclass
 class WorkWait:
     """``Work.wait()``: the stream waits for the collective, the host does not."""
 
@@ -132,7 +118,7 @@ class WorkWait:
     stream: str
 
 
-@dataclass(slots=True)
+@dataclass
 class EventRecord:
     """``Event.record()``: the event is what the stream has been given so far."""
 
@@ -140,7 +126,7 @@ class EventRecord:
     stream: str
 
 
-@dataclass(slots=True)
+@dataclass
 class StreamWait:
     """``Stream.wait_event()``."""
 
@@ -148,7 +134,7 @@ class StreamWait:
     stream: str
 
 
-@dataclass(slots=True)
+@dataclass
 class HostSync:
     """The host waits for the GPU."""
 
@@ -161,7 +147,7 @@ class HostSync:
     place: Place
 
 
-@dataclass(slots=True)
+@dataclass
 class Allocation:
     """A block of the caching allocator, in sizes as it rounds them."""
 
@@ -172,7 +158,7 @@ class Allocation:
     place: Place
 
 
-@dataclass(slots=True)
+@dataclass
 class Free:
     """The last tensor on a block is gone: the allocator may reuse it on the block's
     stream.
@@ -182,7 +168,7 @@ class Free:
     phase: str
 
 
-@dataclass(slots=True)
+@dataclass
 class RecordStream:
     """``Tensor.record_stream()``: the allocator waits for this stream, too."""
 
@@ -190,12 +176,7 @@ class RecordStream:
     stream: str
 
 
-@dataclass(slots=True)
-class IterationStart:
-    """A training iteration begins, with the forward pass."""
-
-
-@dataclass(slots=True)
+@dataclass
 class StepStart:
     """An optimizer step begins; counts are of the last one."""
 
@@ -210,7 +191,6 @@ Event = (
     | Allocation
     | Free
     | RecordStream
-    | IterationStart
     | StepStart
 )
 
@@ -221,7 +201,7 @@ _NAMELESS = re.compile(r"^Optimizer\.|/(collective|wait)$")
 _NOWHERE = Place(None, 0)
 
 
-@dataclass(slots=True)
+@dataclass
 class Trace:
     """Events in issue order, and the phases that are open."""
 

@@ -81,9 +81,6 @@ class Stream:
     def synchronize(self) -> None:
         self.gpu.synchronize("Stream.synchronize", self.name)
 
-    def query(self) -> bool:
-        return True
-
     def __enter__(self) -> Stream:
         self._outer.append(self.gpu.stream)
         self.gpu.stream = self.name
