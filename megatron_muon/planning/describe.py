@@ -26,14 +26,7 @@ UNKNOWN_ROWS = (
     f"{named('split_qkv')} has no effect on {{}}: the order of rows is known only of "
     "Megatron's SelfAttention and CrossAttention, so each is one matrix"
 )
-UNKNOWN_MODULE = (
-    "AdamW keeps these matrices, since Muon's table does not know the type of their "
-    f"module: {{}}. For 2-D weights {_DECIDE}."
-)
-MARKED_ADAMW = (
-    "AdamW keeps these matrices, since Megatron marks them use_muon=False: {}. For "
-    f"2-D weights {_DECIDE}."
-)
+KEPT = f"AdamW keeps {{}}. For 2-D weights {_DECIDE}."
 
 # --- the model ------------------------------------------------------------------------
 
@@ -99,9 +92,7 @@ def require_muons(share: Share) -> None:
     if share.total and not share.muon:
         raise ValueError(
             f"Muon has none of the model's {_count(share.total)} trainable parameters; "
-            f"{_kept(share)}: change {named('muon_include')} or "
-            f"{named('muon_exclude')} of MuonConfig so that Muon has some of these, or "
-            f"{USE_ADAMW}"
+            f"{_kept(share)}. {_DECIDE}: give Muon some of these, or {USE_ADAMW}"
         )
 
 
@@ -110,7 +101,7 @@ def _kept(share: Share) -> str:
     largest = Counter(share.kept).most_common()
     if not largest:
         return "none is 2-D"
-    parts = [f"{what}, {size / share.total:.1%}" for what, size in largest]
+    parts = (f"{what}, {size / share.total:.1%}" for what, size in largest)
     return f"AdamW has the 2-D weights of {'; '.join(parts)}"
 
 
@@ -170,18 +161,17 @@ def iteration_text(numerics: Numerics) -> str:
     if numerics.iteration == numerics.wanted_iteration:
         return numerics.iteration
     return (
-        f"{numerics.iteration} (in place of {numerics.wanted_iteration} since the Gram "
-        "iteration has not been found accurate with these coefficients, steps and "
-        "dtype)"
+        "standard, since the Gram iteration has not been found accurate with these "
+        "coefficients, steps and dtype"
     )
 
 
 # --- the exchange ---------------------------------------------------------------------
 
 
-def held_and_sent(plans: Sequence[ExchangePlan]) -> tuple[int, int, int]:
-    """The most elements of a stage's matrices that a rank holds, the most bytes that it
-    sends in a step, and rounds; ``plans`` are those of the stage's optimizers.
+def held_and_sent(plans: Sequence[ExchangePlan]) -> tuple[int, int]:
+    """The most elements of a stage's matrices that a rank holds, and the most bytes
+    that it sends in a step; ``plans`` are those of the stage's optimizers.
     """
     held = Counter[int]()
     sent = Counter[int]()
@@ -189,16 +179,15 @@ def held_and_sent(plans: Sequence[ExchangePlan]) -> tuple[int, int, int]:
         for one in plan.slices:
             held[one.rank] += one.elements.size
         sent.update(dict(enumerate(plan.sent_bytes())))
-    rounds = sum(len(plan.rounds) for plan in plans)
-    return max(held.values(), default=0), max(sent.values(), default=0), rounds
+    return max(held.values(), default=0), max(sent.values(), default=0)
 
 
-def memory_line(stages: Sequence[tuple[int, int, int]]) -> str:
+def memory_line(stages: Sequence[tuple[int, int]]) -> str:
     """What ``held_and_sent`` says of a model's stages: the largest of each."""
-    held, sent, rounds = map(max, zip(*stages, strict=True))
+    held, sent = map(max, zip(*stages, strict=True))
     return (
         f"memory: a rank holds the momentum of at most {_count(held)} elements, and in "
-        f"a step sends at most {amount(sent)}B, in {rounds} round(s) whose buffers "
+        f"a step sends at most {amount(sent)}B, in rounds whose buffers "
         f"{named('round_bytes')} caps"
     )
 

@@ -15,8 +15,8 @@ from megatron_muon.lab.dry_run.optimizers import Planned, planned_optimizers
 from megatron_muon.lab.dry_run.script import ScriptArguments
 from megatron_muon.mcore.host.loop import Host
 from megatron_muon.mcore.host.process_groups import Sizes
-from megatron_muon.mcore.routing.routes import Route, routes_of
-from megatron_muon.mcore.routing.survey import matched_patterns, share_of
+from megatron_muon.mcore.routing.routes import Route, matched_patterns, routes_of
+from megatron_muon.mcore.routing.survey import share_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.validate import (
     REFUSED,

@@ -14,7 +14,7 @@ from megatron_muon.lab.dry_run.stages import Stage, built, in_stage
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.lab.progress import progress
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
-from megatron_muon.mcore.routing.survey import require_matched
+from megatron_muon.mcore.routing.routes import require_matched
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import neighbours_of

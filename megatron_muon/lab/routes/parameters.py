@@ -25,7 +25,7 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
-from megatron_muon.mcore.routing.survey import require_matched
+from megatron_muon.mcore.routing.routes import require_matched
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import (
     PREFIX,
@@ -110,7 +110,7 @@ def routes(run: Run) -> Routes:
     stages: list[RoutedStage] = []
     notes: list[str] = []
     share = Share()
-    memory: list[tuple[int, int, int]] = []
+    memory: list[tuple[int, int]] = []
     for number in range(ranks.pp):
         with in_stage(number, run):
             stage = built(run)

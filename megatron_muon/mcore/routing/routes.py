@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from megatron_muon.mcore.routing.param_routing import (
     NOT_IN_TABLE,
     Weight,
     is_cut,
+    is_matched,
     partition_dim_of,
     weights,
     why_adamw,
@@ -70,3 +71,35 @@ def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
 def muons_of(routes: Iterable[Route]) -> set[torch.nn.Parameter]:
     """The parameters that are Muon's."""
     return {route.weight.param for route in routes if route.muon is not None}
+
+
+def matched_patterns(
+    model_chunks: Chunks, sizes: Sizes, config: MuonConfig
+) -> set[str]:
+    """The patterns of the settings that have an effect on these chunks."""
+    every = list(weights(model_chunks, sizes)) if config.patterns else []
+
+    def is_used(pattern: str, weight: Weight) -> bool:
+        if pattern in config.by_pattern:
+            from megatron_muon.mcore.routing.by_pattern import has_effect
+
+            return has_effect(weight, pattern, sizes, config)
+        return is_matched(weight, pattern, config)
+
+    return {
+        pattern
+        for pattern in config.patterns
+        if any(is_used(pattern, weight) for weight in every)
+    }
+
+
+def require_matched(matched: Collection[str], config: MuonConfig) -> None:
+    """Refuse, by a ValueError, one of ``config.patterns`` that matched on no stage."""
+    for pattern in config.patterns:
+        if pattern not in matched:
+            raise ValueError(
+                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter "
+                "of the model, or none that it could change; `megatron-muon routes` "
+                "without it prints their names, which do not start with 'module.'; on "
+                "a CPU give it --transformer-impl local"
+            )

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.host.process_groups import Stage
-from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.mcore.routing.survey import (
+from megatron_muon.mcore.routing.routes import (
+    Route,
     matched_patterns,
     require_matched,
-    share_of,
 )
+from megatron_muon.mcore.routing.survey import share_of
 from megatron_muon.mcore.seams.rows import described_version
 from megatron_muon.orthogonalize.matmul import describe_products
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -76,7 +76,7 @@ def start_lines(
     ranks = collectives.all_gather_json(together(own, None, stage.device), None)
     patterns: set[str] = set()
     model = Share()
-    stages: list[tuple[int, int, int]] = []
+    stages: list[tuple[int, int]] = []
     warnings: dict[str, None] = {}
     for matched, share, memory, of_stage in ranks:
         patterns.update(matched)
@@ -92,7 +92,7 @@ def start_lines(
         *about_weights,
         *warnings,
     ]
-    _of_flags.clear()
+    forget()
     block = [
         describe.active_line(described_version(), torch.__version__, config),
         describe.computing_line(

@@ -237,15 +237,13 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
     for route in routes:
         remarks += remarks_on(route, MuonConfig())
     of_model = Share(2, 1, 2, remarks=remarks)
-    _, unknown, by_mark = share_lines(of_model + of_model)
-    names = (
-        "decoder.layers.*.mlp.experts.weight (Of, 3-D), "
-        "decoder.layers.*.mlp.fork.weight (Of)"
-    )
-    assert f"the type of their module: {names}. For 2-D weights muon_include" in unknown
-    assert (
-        "use_muon=False: decoder.layers.*.mixer.weight (ColumnParallelLinear). For"
-        in by_mark
+    _, kept = share_lines(of_model + of_model)
+    assert kept == (
+        "AdamW keeps decoder.layers.*.mlp.experts.weight (3-D of Of, which is not in "
+        "Muon's table), decoder.layers.*.mlp.fork.weight (module type Of is not in "
+        "Muon's table), decoder.layers.*.mixer.weight (marked use_muon=False). For 2-D "
+        "weights muon_include (--muon-include) and muon_exclude (--muon-exclude) in "
+        "MuonConfig decide."
     )
 
 
