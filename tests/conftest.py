@@ -2,6 +2,7 @@
 thread, or MEGATRON_MUON_THREADS.
 """
 
+import dataclasses
 import fnmatch
 import gc
 import os
@@ -53,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     gpu.addoption("--ranks", type=int)
     gpu.addoption("--hardware", default="h100")
     gpu.addoption("--set", action="append", default=[])
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A case or a topology names a test by what it is, without ``ids``."""
+    is_record = dataclasses.is_dataclass(val)
+    return str(val) if is_record and type(val).__str__ is not object.__str__ else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m says

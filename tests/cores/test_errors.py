@@ -17,7 +17,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics
 from support.installed import VERSION as MINOR
 from support.installed import installed
 from support.models.gpt import Case, Topology, build, error_of_optimizer, start
-from support.ranks import error_of, run, run_alone, run_on
+from support.ranks import error_of, run
 
 CASE = Case(layers=2, steps=1)
 
@@ -199,7 +199,7 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
         pytest.skip("there it is no name of Megatron's")
     if "override" in changes and MINOR < (0, 16):
         pytest.skip("config_overrides came with core 0.16")
-    for text in run_on(_error_of_building, CASE, Topology(dp=2), changes):
+    for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):
         assert message in text, text
 
 
@@ -227,7 +227,7 @@ def _error_with_another_wrapper() -> str:
 
 
 def test_a_chunk_without_megatrons_ddp_is_refused() -> None:
-    text = run_alone(_error_with_another_wrapper)
+    (text,) = run(_error_with_another_wrapper, 1)
     assert text.startswith("NotImplementedError: ")
     assert "does not support _Fsdp2 yet: wrap model chunks in Megatron's" in text
 
@@ -357,5 +357,5 @@ def _error_without_a_group(moe: bool, missing: str) -> str:
 def test_process_groups_without_one_that_is_needed_are_refused(
     moe: bool, group: str
 ) -> None:
-    text = run_alone(_error_without_a_group, moe, group)
+    (text,) = run(_error_without_a_group, 1, moe, group)
     assert f"give the pg_collection its {group} group" in text

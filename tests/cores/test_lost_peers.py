@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from support.models.gpt import Built, Case, Topology, start, take_step, write_grads
-from support.ranks import RankError, run, run_alone
+from support.ranks import RankError, run
 
 CASE = Case(layers=2, steps=2)
 FP16 = replace(CASE, bf16=False, fp16=True)
@@ -126,7 +126,7 @@ def _error(call: Callable[[], None]) -> str:
 
 
 def test_each_wait_for_parameters_and_gradients_names_itself() -> None:
-    errors = run_alone(_errors_of_lost_handles)
+    (errors,) = run(_errors_of_lost_handles, 1)
     lost = (
         "rank 0 of the group of 1 did not get through Megatron's {}. Most often "
         "another rank "
@@ -150,7 +150,7 @@ def _error_of_nan() -> str:
 
 
 def test_megatrons_error_about_gradients_stays_as_it_is() -> None:
-    error = run_alone(_error_of_nan)
+    (error,) = run(_error_of_nan, 1)
     assert "found NaN in local grad norm" in error
     assert not error.startswith("PhaseError")
 
@@ -170,7 +170,7 @@ def _classes() -> dict[str, set[str]]:
 
 
 def test_models_of_adamw_keep_megatrons_own_classes() -> None:
-    classes = run_alone(_classes)
+    (classes,) = run(_classes, 1)
     assert classes == {
         "adam": {"_ParamAndGradBucketGroup"},
         "muon": {"NamedBucketGroup"},

@@ -23,10 +23,10 @@ from support.models.gpt import (
     distributed_optimizers,
     held,
     optimizer_config,
-    take_steps,
+    take_step,
     train,
 )
-from support.ranks import error_of, run, run_on
+from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
 pytestmark = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def _optimizer(built: Built, width: float, of: str = "muon") -> Any:
 
 def _rates(built: Built, groups: list[Mapping[str, Any]]) -> dict[str, float]:
     """The largest rate of each parameter here, of which groups may have a shard."""
-    names = built.names
+    names = {id(param): name for name, param in built.params.items()}
     if built.optimizer is not None:
         for part in distributed_optimizers(built.optimizer):
             names |= {id(s): names[id(param)] for param, s in owned_shards(part)}
@@ -88,7 +88,8 @@ def _by_mup(
     with installed(case.settings):
         built.optimizer = _optimizer(built, width, of)
     here = _rates(built, built.optimizer.param_groups)
-    take_steps(built, range(2))
+    for step in range(2):
+        take_step(built, step)
     return {**held(built), "here": here, "megatrons": megatrons}
 
 
@@ -107,19 +108,19 @@ def test_rates_are_megatrons_and_each_factor_is_applied_once(
     """So Muon's matrices move as without muP, and the untied output layer, which
     Megatron counts as an embedding.
     """
-    by_mup = run_on(_by_mup, case, topology, width)
+    by_mup = run(_by_mup, topology.world_size, case, topology, width)
     for rank in by_mup:
         megatrons = rank["megatrons"]
         assert rank["here"] == {name: megatrons[name] for name in rank["here"]}
         assert len(set(megatrons.values())) == 1
-    expected = run_on(train, replace(case, steps=2), topology)
+    expected = run(train, topology.world_size, replace(case, steps=2), topology)
     assert differences(whole(expected), whole(by_mup)) == []
 
 
 def test_rates_that_were_made_for_adam_leave_muons_matrices() -> None:
     """They differ in AdamW's epsilon, which is not in these groups' rates."""
     of_adam, of_muon = (
-        run_on(_by_mup, CASE, Topology(), 4.0, of)[0]["here"] for of in ("adam", "muon")
+        run(_by_mup, 1, CASE, Topology(), 4.0, of)[0]["here"] for of in ("adam", "muon")
     )
     assert of_adam == of_muon
 
@@ -127,9 +128,9 @@ def test_rates_that_were_made_for_adam_leave_muons_matrices() -> None:
 def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
     """Megatron's own Muon would update it, so that its muP leaves it out."""
     case = CASE.with_muon(muon_exclude=(FC2,))
-    by_mup = run_on(_by_mup, case, Topology(dp=2), 4.0)
+    by_mup = run(_by_mup, 2, case, Topology(dp=2), 4.0)
     by_hand = replace(case.with_muon(lr_mults=((FC2, 0.25),)), steps=2)
-    expected = run_on(train, by_hand, Topology(dp=2))
+    expected = run(train, 2, by_hand, Topology(dp=2))
     assert differences(whole(expected), whole(by_mup)) == []
 
 

@@ -21,7 +21,7 @@ from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from megatron_muon.megatron_lm.rates import of_this_run
 from support.installed import VERSION, installed
 from support.models.gpt import Case, Topology, build, optimizer_config
-from support.ranks import run_alone
+from support.ranks import run
 
 Group = dict[str, Any]
 Option = Literal["none", "override", "use-checkpoint"]
@@ -218,5 +218,5 @@ def _reset(optimizer: Any, groups: list[Group]) -> None:
 def test_rates_after_a_load_are_those_of_a_scheduler_that_is_built_anew(
     writer: str, own: str, decoupled: bool, grows: bool, option: Option
 ) -> None:
-    wrong = run_alone(_wrong, writer, option, grows, decoupled, own)
+    (wrong,) = run(_wrong, 1, writer, option, grows, decoupled, own)
     assert wrong == []

@@ -21,7 +21,7 @@ from support.models.gpt import (
     take_step,
     train,
 )
-from support.ranks import error_of, run, run_alone, run_on
+from support.ranks import error_of, run
 from support.runs.whole import differences, whole
 
 ALONE, NAMES = Topology(), ("muon", "adam")
@@ -37,8 +37,10 @@ def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any
     "topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str
 )
 def test_adam_is_bitwise_as_without_the_plugin(topology: Topology) -> None:
-    without = whole(run_on(train, ADAM, topology))
-    with_plugin = whole(run_on(_train_adam_with_the_plugin, ADAM, topology))
+    without = whole(run(train, topology.world_size, ADAM, topology))
+    with_plugin = whole(
+        run(_train_adam_with_the_plugin, topology.world_size, ADAM, topology)
+    )
     assert differences(without, with_plugin) == []
 
 
@@ -55,7 +57,7 @@ def _momentum_and_error() -> tuple[float, str]:
 
 
 def test_a_later_install_keeps_the_settings_and_adamw_has_no_meter() -> None:
-    (momentum, error) = run_alone(_momentum_and_error)
+    ((momentum, error),) = run(_momentum_and_error, 1)
     assert momentum == 0.5 and "has no Muon part" in error
 
 
@@ -93,7 +95,7 @@ def test_a_module_that_imported_the_function_before_gets_the_plugins() -> None:
 
 
 def test_a_function_kept_elsewhere_before_is_an_error_and_not_another_muon() -> None:
-    text = run_alone(_taken_before, "in a variable")
+    (text,) = run(_taken_before, 1, "in a variable")
     assert text.startswith(
         "SeamError: optimizer='muon' was asked of a get_megatron_optimizer that"
     )
@@ -127,7 +129,7 @@ def test_the_name_muon_is_the_plugins_also_where_megatron_has_a_function_for_it(
     assert run(_asked_of_megatrons_own_function, 1, False) == [
         "MuonDistributedOptimizer"
     ]
-    text = run_alone(_asked_of_megatrons_own_function, True)
+    (text,) = run(_asked_of_megatrons_own_function, 1, True)
     assert "layer_wise_distributed_optimizer=True asks for Megatron's own Muon" in text
 
 
@@ -159,7 +161,7 @@ def _decayed(all_params: bool, optimizer: str) -> dict[str, float]:
 def test_weight_decay_all_params_decays_gammas_and_biases_too(
     all_params: bool, optimizer: str
 ) -> None:
-    left = run_alone(_decayed, all_params, optimizer)
+    (left,) = run(_decayed, 1, all_params, optimizer)
     vectors = {n for n in left if "layernorm" in n or n.endswith(".bias")}
     assert vectors and vectors != left.keys()
     for name, share in left.items():

@@ -25,10 +25,10 @@ from support.models.gpt import (
     held,
     optimizer_config,
     printed_by,
-    take_steps,
+    take_step,
     whole_weight,
 )
-from support.ranks import run, run_alone, run_on
+from support.ranks import run
 from support.runs.whole import Whole, differences, whole
 
 CASE = Case(layers=2, steps=2)
@@ -103,12 +103,13 @@ def _settings(*cases: Any) -> list[Any]:
 
 
 def _of(*cases: dict[str, Any]) -> list[Any]:
-    return run_alone(_settings, *cases, timeout=240)
+    return run(_settings, 1, *cases, timeout=240)[0]
 
 
 def _trained(case: dict[str, Any]) -> dict[str, Any]:
     built, _ = _started(**case)
-    take_steps(built, range(CASE.steps))
+    for step in range(CASE.steps):
+        take_step(built, step)
     return held(built)
 
 
@@ -152,8 +153,8 @@ def test_dist_muon_takes_the_steps_of_megatrons_own_muon(tmp_path: Path) -> None
     coefficients or a scale of 1.1 would be off by 10 % or more.
     """
     before = replace(CASE, steps=CASE.steps - 1)  # it takes one more
-    (theirs,) = run_on(
-        megatrons_muon.trained, before, ALONE, False, str(tmp_path), timeout=240
+    (theirs,) = run(
+        megatrons_muon.trained, 1, before, ALONE, False, str(tmp_path), timeout=240
     )
     ours = _steps({"fields": DIST | {"muon_momentum": megatrons_muon.MU}})["main"]
     for name, main in whole([theirs["after"]])["main"].items():

@@ -16,7 +16,7 @@ import pytest
 from support.checkpoints import saving, sealing
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.resuming import check as check_resumed
-from support.checkpoints.saving import DEFAULT, in_every_format
+from support.checkpoints.saving import formats
 from support.installed import VERSION
 from support.models.gpt import (
     Case,
@@ -80,7 +80,7 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
 
 
-@in_every_format
+@pytest.mark.parametrize("format", formats())
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
@@ -127,7 +127,7 @@ def _saved_in_another_order(*args: Any) -> Any:
 
 
 @needs_layouts
-@in_every_format
+@pytest.mark.parametrize("format", formats())
 @pytest.mark.parametrize("dp", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_with_another_order_in_its_buckets_loads(
     format: str, dp: int, tmp_path: Path
@@ -144,8 +144,8 @@ def test_a_checkpoint_with_another_order_in_its_buckets_loads(
 
 def _hashed(folder: str) -> str | None:
     with mock.patch.dict(saving.OPTIONS, verify_integrity=True):
-        sealing.saved(BF16, T(dp=2), DEFAULT, folder)
-        error: str | None = sealing.loaded(BF16, T(dp=2), DEFAULT, folder)["error"]
+        sealing.saved(BF16, T(dp=2), formats()[0], folder)
+        error: str | None = sealing.loaded(BF16, T(dp=2), formats()[0], folder)["error"]
     return error
 
 

@@ -149,10 +149,11 @@ def measured(words: str) -> dict[str, float]:
     run = run_of((words + OVERLAP).split())
     config = muon_settings(run.flags)
     ranks = ranks_of(run.flags)
+    training = megatron.OptimizerSettings()
     watch = StepTimers(world.META)
     vars(watch)["_now"] = time.thread_time
     with without_cpu_runtime(), world.as_rank(0, ranks), on_meta(), installed(config):
-        _, chain = megatron._built(run.flags, ranks, config)
+        _, chain = megatron._built(run.flags, ranks, config, training)
         chain.step()
         with quick(chain.step):
             chain.step()

@@ -29,7 +29,7 @@ from support.virtual_gpu.plans import OVERLAP
 _PP16 = "--pp 16 --decoder-last-pipeline-num-layers 1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model, and ``(ranks, further flags, how they are divided)`` of each row."""
 

@@ -44,7 +44,7 @@ DEEPSEEK_V3 = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """A run, and the pipeline stage that is priced."""
 

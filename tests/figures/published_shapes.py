@@ -54,7 +54,7 @@ _GLM = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A model.
 

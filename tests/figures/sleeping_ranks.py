@@ -35,7 +35,7 @@ from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.step import muon_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """Llama-like layers on ``tp * dp`` ranks."""
 
@@ -60,7 +60,7 @@ class Case:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Compared:
     """Seconds of a step: as the model has it, and as the processes took."""
 

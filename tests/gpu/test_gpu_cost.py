@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 
 from megatron_muon.lab.accept.results import EXACT, Figure
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.orthogonalize.matmul import plan_device
 from support.gpu import cost
 from support.gpu.model import flags_of, row_of
 from support.gpu.predicted import PredictedStep, predicted
@@ -62,7 +60,7 @@ def test_bytes_are_those_of_the_plan(
     settings: Settings, measured: list[Measured], on_gpu: PredictedStep, report: Report
 ) -> None:
     config = row_of("muon-contiguous").config
-    device = plan_device(torch.device(settings.device), config)
+    device = cost.device_of(settings)
     plan = on_gpu if device == "cuda" else predicted(flags_of(settings), config, device)
     figures = cost.sent(plan, measured)
     report(*figures, text="on every rank")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from support.gpu.model import on_ranks
-from support.gpu.sanitizer import under_sanitizer
+from support.gpu.sanitizer import on_virtual_gpu, under_sanitizer
 from support.gpu.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -21,15 +21,18 @@ Found = list[tuple[str, str]]
 @pytest.fixture(scope="module")
 def found(settings: Settings) -> Found:
     """Of each rank, the races of two steps, and the planted race's; empty for none."""
-    if not settings.gpus:
-        pytest.skip("no GPU")
-    return on_ranks(settings, under_sanitizer, settings, 110.0)
+    if settings.gpus:
+        return on_ranks(settings, under_sanitizer, settings, 110.0)
+    return on_virtual_gpu(settings)
 
 
-def test_no_race_in_two_steps(found: Found, report: Callable[..., None]) -> None:
+def test_no_race_in_two_steps(
+    found: Found, needs_gpu: Callable[[], None], report: Callable[..., None]
+) -> None:
     assert [
         f"rank {rank}: {race}" for rank, (race, _) in enumerate(found) if race
     ] == []
+    needs_gpu()
     report(
         text=(
             "operations of torch on all streams; the sanitizer cannot see races of NCCL"
@@ -37,9 +40,12 @@ def test_no_race_in_two_steps(found: Found, report: Callable[..., None]) -> None
     )
 
 
-def test_a_planted_race_is_found(found: Found, report: Callable[..., None]) -> None:
+def test_a_planted_race_is_found(
+    found: Found, needs_gpu: Callable[[], None], report: Callable[..., None]
+) -> None:
     """Else the sanitizer's silence on the steps shows nothing."""
     if any(race for race, _ in found):
         pytest.skip("the steps raced first")
     assert [rank for rank, (_, planted) in enumerate(found) if not planted] == []
+    needs_gpu()
     report(text="on every rank")

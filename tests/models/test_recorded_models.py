@@ -33,7 +33,7 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(
     Nor is a strip's side no multiple of 8, which tensor cores need.
     """
     ends = []
-    for plan in plans_of(
+    for _, plan in plans_of(
         model, **({} if strips is None else {"split_matrices": strips})
     )[1]:
         assert [m for m in plan.matrices if m.strip is not None and m.long % 8] == []

@@ -217,7 +217,7 @@ def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
     plan = small_plan(config)
     one = record_step(plan, 0, config)
     two = recorded("some", "foreach")[0]
-    assert (one.launches, one.peak_bytes) == (two.launches, two.peak_bytes)
+    assert (one.launches, one.peak.over_state) == (two.launches, two.peak.over_state)
     assert len(one.collectives) == len(two.collectives)
     fused = recorded("some", "default")[0]
     config = MuonConfig(round_bytes=SIZES["some"])

@@ -29,7 +29,9 @@ RUNS = {
 
 @cache
 def recorded(run: Run, config: MuonConfig = CONFIG) -> dict[int, Recording]:
-    return {rank: record_megatron(run, rank, config) for rank in range(run.world)}
+    return {
+        rank: record_megatron(run, rank, config, steps=2) for rank in range(run.world)
+    }
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -27,9 +27,10 @@ from megatron_muon.planning.buckets import (
     choose_buckets,
     cost,
 )
-from support.models.gpt import Case, Topology, distributed_optimizers, start
+from support.models.gpt import Case, Topology, on_ranks, start
 from support.models.open_buckets import STOCK, buckets_open
-from support.ranks import error_of, run, run_on
+from support.ranks import error_of, run
+from support.runs.topologies import DP2_OVERLAP
 
 LOCAL = Case(layers=4).with_muon(homes="local")
 # what is cut is parameters
@@ -41,7 +42,7 @@ def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:
     cut.
     """
     built = start(case, topology)
-    (megatron,) = distributed_optimizers(built.optimizer)
+    megatron = built.part
     plan = megatron.muon.plan
     buckets = sum(len(buffer.buckets) for buffer in megatron.buffers)
     (buffer,) = megatron.buffers
@@ -142,7 +143,6 @@ FREE = {
         {"ddp_bucket_size": 1000},
         {"overlap_param_gather_with_optimizer_step": True},
     ],
-    ids=str,
 )
 def test_what_is_given_wins(given: dict[str, Any]) -> None:
     assert not leaves_buckets(Namespace(**FREE | given))
@@ -169,18 +169,18 @@ EIGHT = Case(layers=8)
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        pytest.param(EIGHT, T(tp=2, pp=2, overlap=True), id="tp2-pp2"),
-        pytest.param(EIGHT, T(pp=2, chunks=2, overlap=True), id="pp2-vpp2"),
-        pytest.param(EIGHT, T(pp=2, first_layers=6, overlap=True), id="uneven"),
-        pytest.param(replace(EIGHT, moe=True), T(dp=2, ep=2, overlap=True), id="ep2"),
-        pytest.param(replace(EIGHT, mtp=True), T(dp=2, overlap=True), id="mtp"),
-        pytest.param(replace(EIGHT, mixer="mamba"), T(tp=2, overlap=True), id="hybrid"),
+        (EIGHT, T(tp=2, pp=2, overlap=True)),
+        (EIGHT, T(pp=2, chunks=2, overlap=True)),
+        (EIGHT, T(pp=2, first_layers=6, overlap=True)),
+        (replace(EIGHT, moe=True), T(dp=2, ep=2, overlap=True)),
+        (replace(EIGHT, mtp=True), DP2_OVERLAP),
+        (replace(EIGHT, mixer="mamba"), T(tp=2, overlap=True)),
     ],
 )
 def test_the_first_chunk_of_the_first_stage_is_cut_by_the_chosen_number(
     case: Case, topology: Topology
 ) -> None:
-    first, *others = run_on(_cut, case, topology)
+    first, *others = on_ranks(_cut, case, topology)
     chosen, buckets, elements, bucket_size = first
     assert chosen.number is not None and bucket_size == elements // chosen.number
     assert max(buckets) > 1 and sum(buckets) < elements // STOCK
@@ -201,7 +201,7 @@ def _error_of_another(topology: Topology) -> str:
         return error_of(lambda: start(EIGHT, topology))
 
 
-@pytest.mark.parametrize("topology", [T(dp=2, overlap=True), T(tp=2, overlap=True)])
+@pytest.mark.parametrize("topology", [DP2_OVERLAP, T(tp=2, overlap=True)])
 def test_ranks_of_the_stage_that_choose_another_number_are_named(
     topology: Topology,
 ) -> None:

@@ -15,15 +15,22 @@ from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.settings.config import MuonConfig
-from support.models import gpt
-from support.models.gpt import Case, Topology, muon_weights, printed_by, start, truth
-from support.ranks import error_of, run_on
+from support.models.gpt import (
+    Case,
+    Topology,
+    error_of_start,
+    muon_weights,
+    on_ranks,
+    printed_by,
+    start,
+    truth,
+)
+from support.runs.topologies import DP2, DP4, PP2, TP2, TP2_EP2_ETP1, TP2_PP2
 from support.started import lines_at_start
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     built, printed = printed_by(lambda: start(case, topology))
-    (part,) = gpt.distributed_optimizers(built.optimizer)
     buckets = [len(buffer.buckets) for buffer in built.ddp.buffers]
     shards_of: dict[
         str, set[int]
@@ -39,7 +46,7 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
     cut = [name for name, shards in shards_of.items() if len(shards) > 1]
     return {
         "printed": printed,
-        "text": optimizer_text(part.muon.plan, experts=False, buckets=buckets),
+        "text": optimizer_text(built.part.muon.plan, experts=False, buckets=buckets),
         "buckets": sum(buckets),
         "boundary": len(cut),
         "parameters": len(shards_of),
@@ -51,7 +58,7 @@ def test_a_stages_sentence_has_its_buckets_and_boundary_parameters(
     overlap: bool,
 ) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
-    ranks = run_on(_start_line, Case(layers=2), topology)
+    ranks = on_ranks(_start_line, Case(), topology)
     for rank in ranks:
         cut = f"{rank['parameters']} weights, {rank['boundary']} of them cut by the "
         assert f"{cut}shards of {rank['buckets']} gradient bucket(s). " in rank["text"]
@@ -79,23 +86,22 @@ def _shares(case: Case) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        (Case(), Topology(tp=2, pp=2, dp=1)),
-        (Case(tied=True), Topology(pp=2)),
-        (Case(frozen=("embedding.*",)), Topology(dp=2)),  # which are not counted
-        (Case(moe=True), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
+        (Case(), TP2_PP2),
+        (Case(tied=True), PP2),
+        (Case(frozen=("embedding.*",)), DP2),  # which are not counted
+        (Case(moe=True), TP2_EP2_ETP1),
         (
             Case(moe=True, grouped="te"),
             Topology(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
         ),
-        (Case(mla="duplicated"), Topology(tp=2, dp=1)),
+        (Case(mla="duplicated"), TP2),
     ],
-    ids=lambda value: str(value) if isinstance(value, Topology) else "",
 )
 def test_muons_share_of_all_parameters_is_the_models(
     case: Case, topology: Topology
 ) -> None:
     total, muon = _shares(case)
-    first, *others = run_on(_printed, case, topology)
+    first, *others = on_ranks(_printed, case, topology)
     assert len(lines_at_start(first)) <= 6
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     of_all = f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k"
@@ -107,7 +113,7 @@ def test_muons_share_of_all_parameters_is_the_models(
 def test_the_warning_names_the_pattern_by_which_most_weights_stayed() -> None:
     """The exclusion is on every stage, the embedding on the first one."""
     case = Case().with_muon(muon_exclude=("*.linear_fc*",))
-    printed, _ = run_on(_printed, case, Topology(pp=2))
+    printed, _ = on_ranks(_printed, case, PP2)
     (warning,) = [
         x for x in printed.splitlines() if "warning: Muon updates less than half" in x
     ]
@@ -115,20 +121,16 @@ def test_the_warning_names_the_pattern_by_which_most_weights_stayed() -> None:
     assert "embeddings and the output layer" in warning
 
 
-def _error(case: Case, topology: Topology) -> str:
-    return error_of(lambda: start(case, topology))
-
-
 def test_a_run_without_a_matrix_for_muon_is_an_error_on_every_rank() -> None:
     of_nothing = Case().with_muon(muon_exclude=("*",))
-    for text in run_on(_error, of_nothing, Topology(pp=2)):
+    for text in on_ranks(error_of_start, of_nothing, PP2):
         assert text.startswith("ValueError: Muon has none of the model's "), text
         assert (
             "(muon_exclude (--muon-exclude) '*')" in text
             and "or choose optimizer='adam' (--optimizer adam)" in text
         )
     of_one_stage = Case().with_muon(muon_exclude=("*.layers.0.*",))
-    assert run_on(_error, of_one_stage, Topology(pp=2)) == ["no error", "no error"]
+    assert on_ranks(error_of_start, of_one_stage, PP2) == ["no error", "no error"]
 
 
 def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
@@ -138,8 +140,7 @@ def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", here)
         built, printed = printed_by(lambda: start(case, topology))
-    (part,) = gpt.distributed_optimizers(built.optimizer)
-    return part.muon.plan.grid.neighbours, printed
+    return built.part.muon.plan.grid.neighbours, printed
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_run_knows_its_nodes(
     node_ranks: int, here: str, neighbours: int, warned: str
 ) -> None:
     case = Case().with_muon(node_ranks=node_ranks, split_matrices=4)
-    found = run_on(_nodes_of, case, Topology(dp=4), here)
+    found = on_ranks(_nodes_of, case, DP4, here)
     assert [one for one, _ in found] == [neighbours] * 4
     warnings = [text for _, text in found if "warning: a machine" in text]
     assert len(warnings) == bool(warned) and all(warned in text for text in warnings)

@@ -17,13 +17,16 @@ from support.models.gpt import (
     Case,
     Topology,
     error_of_building,
+    on_ranks,
     prepare_step,
     start,
+    stepped,
     take_step,
     train,
 )
-from support.ranks import error_of, run, run_on
+from support.ranks import error_of, run
 from support.runs.cases import muon_weights, whole_grad
+from support.runs.topologies import DP2, ONE, PP2_DP2, TP2, TP2_DP2_OVERLAP
 from support.runs.whole import whole
 
 CASE = Case()
@@ -43,9 +46,7 @@ def _shard(*elements: float, grad: bool = True) -> torch.Tensor:
     [_shard(2.0, math.nan), _shard(2.0, -math.inf), _shard(0.0, grad=False)],
     ids=["nan", "inf", "missing"],
 )
-def test_a_bad_gradient_outside_the_norm_makes_it_nan(
-    left_out: torch.Tensor,
-) -> None:
+def test_a_bad_gradient_outside_the_norm_makes_it_nan(left_out: torch.Tensor) -> None:
     here = _shard(1.0)
     assert here.grad is not None
     for counted, shards in (([here.grad], [here, left_out]), ([], [left_out])):
@@ -54,8 +55,7 @@ def test_a_bad_gradient_outside_the_norm_makes_it_nan(
 
 
 def _bad_replica(topology: Topology) -> str:
-    built = start(CASE, topology)
-    take_step(built, 0)
+    built = stepped(CASE, topology, 1)
     prepare_step(built, 1)
     if built.tp_rank == 1:
         built.params[NORM].main_grad.view(-1)[0] = math.nan
@@ -63,7 +63,7 @@ def _bad_replica(topology: Topology) -> str:
 
 
 def test_a_bad_replica_on_one_tp_rank_is_an_error_on_all() -> None:
-    first, second = run(_bad_replica, 2, Topology(tp=2))
+    first, second = run(_bad_replica, 2, TP2)
     assert second.startswith("FloatingPointError: ") and "final_layernorm" in second
     assert first.startswith("RuntimeError: rank 1") and "final_layernorm" in first
 
@@ -75,7 +75,7 @@ def _steps_with_a_late_norm(bad: float) -> dict[str, Any]:
     from megatron.core.optimizer import ChainedOptimizer
 
     of_megatron = ChainedOptimizer.get_grad_norm
-    built = start(replace(CASE, clip=0.0), Topology(dp=2))
+    built = start(replace(CASE, clip=0.0), DP2)
     said: dict[str, Any] = {}
     with mock.patch.object(
         ChainedOptimizer,
@@ -113,14 +113,12 @@ def test_a_late_norm_is_not_waited_for() -> None:
 
 
 FREE = Case(steps=2)
-CLIPPED = replace(FREE.with_muon(clip_scope="adamw"), clip=0.01)
+CLIPPED = replace(FREE, clip=0.01).with_muon(clip_scope="adamw")
 
 
-@pytest.mark.parametrize(
-    "topology", [Topology(tp=2, dp=2, overlap=True), Topology(pp=2, dp=2)], ids=str
-)
+@pytest.mark.parametrize("topology", [TP2_DP2_OVERLAP, PP2_DP2])
 def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> None:
-    clipped, free = (run(train, 4, case, topology) for case in (CLIPPED, FREE))
+    clipped, free = (on_ranks(train, case, topology) for case in (CLIPPED, FREE))
     kept = whole(clipped)
     plain = whole(free)
     muons = muon_weights(FREE)
@@ -149,7 +147,7 @@ def test_muons_gradients_are_not_clipped_and_adamws_are(topology: Topology) -> N
 
 
 def _bad_gradient() -> str:
-    built = start(CLIPPED, Topology(dp=2))
+    built = start(CLIPPED, DP2)
     prepare_step(built, 0)
     built.params["decoder.layers.1.mlp.linear_fc1.weight"].main_grad.view(-1)[0] = (
         math.nan
@@ -164,7 +162,7 @@ def test_a_gradient_of_muons_must_still_be_finite() -> None:
 
 
 def test_without_a_clip_it_is_refused() -> None:
-    (text,) = run_on(error_of_building, FREE, Topology(), {"clip_scope": "adamw"})
+    (text,) = on_ranks(error_of_building, FREE, ONE, {"clip_scope": "adamw"})
     assert text.startswith(
         "ValueError: clip_scope (--muon-clip-scope) 'adamw' with clip_grad 0.0"
     )

@@ -17,7 +17,6 @@ LARGE = [Case(tp, 64 // tp, round_kib=512, layers=32, seconds=2.0) for tp in (8,
         Case(tp=4, dp=2, round_kib=128),
         *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE),
     ],
-    ids=str,
 )
 def test_a_step_of_sleeping_ranks_takes_what_the_model_says(case: Case) -> None:
     """Never less, but for the clock; and not much more, on a machine that does other

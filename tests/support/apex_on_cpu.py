@@ -46,10 +46,14 @@ def install() -> None:
             getattr(adam, f"multi_tensor_{name}"),
         )
     others = (
-        "adam_capturable adam_capturable_master sgd novograd lamb adagrad lamb_mp "
-        "l2norm_mp"
+        "adam_capturable",
+        "adam_capturable_master",
+        "sgd",
+        "novograd",
+        "lamb",
+        "adagrad",
     )
-    for name in others.split():
+    for name in (*others, "lamb_mp", "l2norm_mp"):
         setattr(sys.modules["amp_C"], f"multi_tensor_{name}", _not_in_the_stub)
     cpu.REPLACEMENTS = tuple(
         each for each in cpu.REPLACEMENTS if each is not megatron_core.adam

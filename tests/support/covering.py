@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from support.checkpoints.saving import FORMATS
+from support.checkpoints.saving import RESHARDABLE, formats
 from support.installed import VERSION, lacks
 from support.runs.cases import Case, Topology
 
@@ -31,7 +31,6 @@ CASES = {
     "grouped": replace(MOE, grouped="legacy", gated=VERSION >= (0, 15), layers=2),
 }
 SMALLER = 20_000  # elements of a bucket: fewer buckets than with ``Topology``'s own
-FULL = ("fully_reshardable", "fully_sharded_model_space")
 MOST_SAVING, MOST_LOADING = 4, 8  # ranks
 CANDIDATES, SMALL = 1_500, 12
 
@@ -63,7 +62,7 @@ class Change:
 
 def is_legal(change: Change) -> bool:
     """Whether the format can do it: what it can for AdamW, and more (EP 1 to more,
-    buckets). ``_candidates`` changes no size that a format keeps.
+    buckets).
     """
     case, saved, loaded = CASES[change.case], change.saved, change.loaded
     if (
@@ -74,22 +73,30 @@ def is_legal(change: Change) -> bool:
         return False
     if not all(_is_possible(case, topology) for topology in (saved, loaded)):
         return False
-    if change.format in FULL:
+    if change.format == RESHARDABLE:
         return VERSION >= (0, 14) or (saved.ep == 1) == (loaded.ep == 1)
-    if change.format == "dp_zero_gather_scatter":
-        return saved.instances == loaded.instances == 1
-    if change.format == "dp_reshardable":
-        return _fills(case, saved) and _fills(case, loaded)
-    return True
+    if (
+        change.format == "dp_zero_gather_scatter"
+        and max(saved.instances, loaded.instances) > 1
+    ):
+        return False
+    if change.format == "dp_reshardable" and not all(
+        map(_fills(case), (saved, loaded))
+    ):
+        return False
+    kept = ["tp", "pp", "ep", "chunks"]
+    kept += ["overlap", "bucket_size"] * (change.format == "dp_reshardable")
+    return all(getattr(saved, name) == getattr(loaded, name) for name in kept)
 
 
-def _fills(case: Case, topology: Topology) -> bool:
+def _fills(case: Case) -> Callable[[Topology], bool]:
     """Whether every rank has a piece of every bucket: the small ones of tied
     embeddings, which Megatron puts into a bucket of their own, have 224 elements and
     are padded to a multiple.
     """
-    ranks = topology.dp * topology.cp // topology.instances
-    return not (case.tied and topology.overlap) or ranks in (1, 2, 4)
+    return lambda t: (
+        not (case.tied and t.overlap) or t.dp * t.cp // t.instances in (1, 2, 4)
+    )
 
 
 def _is_possible(case: Case, topology: Topology) -> bool:
@@ -126,18 +133,14 @@ def _candidates(pick: random.Random) -> Iterator[Change]:
     """Legal changes without end."""
     while True:
         case = pick.choice(tuple(CASES))
-        format = pick.choice(FORMATS)
+        format = pick.choice(formats())
         saved = _topology(pick, CASES[case].moe)
         loaded = _topology(pick, CASES[case].moe)
-        if format not in FULL:
+        if format != RESHARDABLE:
             loaded = replace(
-                loaded,
-                tp=saved.tp,
-                pp=saved.pp,
-                ep=saved.ep,
-                chunks=saved.chunks,
-                sequence_parallel=saved.sequence_parallel,
+                loaded, tp=saved.tp, pp=saved.pp, ep=saved.ep, chunks=saved.chunks
             )
+            loaded = replace(loaded, sequence_parallel=saved.sequence_parallel)
         if format == "dp_reshardable":
             loaded = replace(
                 loaded, overlap=saved.overlap, bucket_size=saved.bucket_size

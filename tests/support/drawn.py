@@ -40,28 +40,48 @@ from megatron_muon.settings.coefficients import (
 from megatron_muon.settings.config import MuonConfig
 from support.matrices import polynomials
 
-# of each short side, the long ones
-LONG_SIDES = {
-    1: (1, 2, 9, 64),
-    2: (2, 3, 5, 16, 64),
-    3: (3, 4, 8, 32),
-    4: (4, 7, 16),
-    5: (5, 6),
-    6: (24,),
-    7: (7,),
-    8: (8, 12, 64),
-    12: (12, 48),
-    16: (16, 20, 64, 128),
-    24: (24, 36),
-    32: (32, 64, 160),
-    48: (48, 96),
-    64: (64, 256),
-    96: (96,),
-    40: (120,),
-}
-SHAPES: list[tuple[int, int]] = []
-for _short, _sides in LONG_SIDES.items():
-    SHAPES += [(_short, long) for long in _sides]
+SHAPES = (
+    (1, 1),
+    (1, 2),
+    (1, 9),
+    (1, 64),
+    (2, 2),
+    (2, 3),
+    (2, 5),
+    (2, 16),
+    (2, 64),
+    (3, 3),
+    (3, 4),
+    (3, 8),
+    (3, 32),
+    (4, 4),
+    (4, 7),
+    (4, 16),
+    (5, 5),
+    (5, 6),
+    (6, 24),
+    (7, 7),
+    (8, 8),
+    (8, 12),
+    (8, 64),
+    (12, 12),
+    (12, 48),
+    (16, 16),
+    (16, 20),
+    (16, 64),
+    (16, 128),
+    (24, 24),
+    (24, 36),
+    (32, 32),
+    (32, 64),
+    (32, 160),
+    (48, 48),
+    (48, 96),
+    (64, 64),
+    (64, 256),
+    (96, 96),
+    (40, 120),
+)
 KINDS = (
     "Gaussian",
     "columns scaled",
@@ -182,7 +202,7 @@ def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
         yield dtype, own.plain()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Trial:
     """Drawn matrices of one shape, with one rounding."""
 

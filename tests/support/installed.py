@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import megatron.core
-import pytest
 
 from support import te_on_cpu
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 NAME: str = megatron.core.__version__
 VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])
-needs_te = pytest.mark.skipif(
-    te_on_cpu.TE is None, reason="no Transformer Engine on the path"
-)
 
 
 def lacks(case: Case, topology: Topology) -> str | None:
@@ -64,13 +60,6 @@ def lacks(case: Case, topology: Topology) -> str | None:
             "AdamW's too"
         )
     return None
-
-
-def require(case: Case, topology: Topology) -> None:
-    """Skip a test of a case that this megatron-core cannot build."""
-    lacking = lacks(case, topology)
-    if lacking is not None:
-        pytest.skip(lacking)
 
 
 @contextmanager

@@ -13,8 +13,6 @@ import re
 import tokenize
 from pathlib import Path
 
-from support.docstrings import docstrings, lines_of
-
 PATTERNS = {
     "strips": r"\bstrips?\b|\bStrip\b|is_strip|[Ss]harers?\b|own_strips|split_matrices"
     r"|SplitMatrices|comes_as_rows|node_ranks|plan\.shared|not_shared_lines|node_lines"
@@ -37,6 +35,7 @@ PATTERNS = {
     "manifest": r"checkpoint_digest|DigestError|[Mm]anifest|\bseal\b|file_hash",
     "early gathers": r"early_param_gather|early_gathers|EarlyGather|gathers_one_by_one",
 }
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def counts(package: Path) -> dict[str, int]:
@@ -55,7 +54,12 @@ def counts(package: Path) -> dict[str, int]:
 
 def _code(source: str) -> str:
     """A file's code without docstrings and comments."""
-    skipped = lines_of(each for each, _ in docstrings(ast.parse(source)))
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
+            first = node.body[0]
+            last = first.end_lineno or first.lineno
+            skipped.update(range(first.lineno, last + 1))
     lines: dict[int, list[str]] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT and token.start[0] not in skipped:

@@ -31,7 +31,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from support import knows
-from support.docstrings import FUNCTIONS, docstrings, lines_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_muon"
@@ -54,6 +53,7 @@ LAYOUT = {
 }
 DISPLAYS = (ast.Tuple, ast.List, ast.Set)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 
 
@@ -119,20 +119,52 @@ def size_in_table(whole: str, column: str) -> int | None:
 def size_of(source: str) -> Size:
     """The counts of a source text."""
     tree = ast.parse(source)
+    docstrings = list(_docstrings(tree))
     nodes = list(ast.walk(tree))
-    texts = dict(docstrings(tree))
-    apart = [*texts, *(node for node in nodes if isinstance(node, IMPORTS))]
+    imports = [node for node in nodes if isinstance(node, IMPORTS)]
+    apart: list[ast.stmt] = [*docstrings, *imports]
     statements = sum(isinstance(node, ast.stmt) for node in nodes)
     return Size(
         statements=statements - len(apart),
-        tokens=_tokens(source, lines_of(apart)),
-        doc_words=sum(len(text.split()) for text in texts.values()),
+        tokens=_tokens(source, _lines(apart)),
+        doc_words=sum(len(_text(each).split()) for each in docstrings),
         starred=sum(_starred(node) for node in nodes),
         chained=sum(_is_chained(node) for node in nodes),
         packed=sum(_is_packed(node) for node in nodes),
         two_for=sum(_has_two_for(node) for node in nodes),
         dense=max((_density(node) for node in nodes), default=0),
     )
+
+
+def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
+    """The docstrings of a module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if (
+            not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+            or not node.body
+        ):
+            continue
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(_value(first), str):
+            yield first
+
+
+def _value(expression: ast.Expr) -> object:
+    constant = expression.value
+    return constant.value if isinstance(constant, ast.Constant) else None
+
+
+def _text(docstring: ast.Expr) -> str:
+    return str(_value(docstring))
+
+
+def _lines(statements: Iterable[ast.stmt]) -> set[int]:
+    """The numbers of all lines that the statements cover."""
+    covered: set[int] = set()
+    for statement in statements:
+        last = statement.end_lineno or statement.lineno
+        covered.update(range(statement.lineno, last + 1))
+    return covered
 
 
 def _tokens(source: str, passed: set[int]) -> int:
@@ -193,21 +225,22 @@ def _density(node: ast.AST) -> int:
 # --- rooms ---------------------------------------------------------------------------
 
 
-def rooms() -> dict[str, Size]:
+def rooms(root: Path = ROOT) -> dict[str, Size]:
     """The counts by room; the last ones are those of ``SIZES``."""
+    package = root / "megatron_muon"
     found: dict[str, Size] = {}
     plugin = Size()
     lab = Size()
-    for path in _python_files(PACKAGE):
+    for path in _python_files(package):
         size = size_of(path.read_text(encoding="utf8"))
-        room = _room(path.relative_to(PACKAGE))
+        room = _room(path.relative_to(package))
         if room == "lab":
             lab += size
             continue
         found[room] = found.get(room, Size()) + size
         plugin += size
     tests = Size()
-    for path in _python_files(ROOT / "tests"):
+    for path in _python_files(root / "tests"):
         tests += size_of(path.read_text(encoding="utf8"))
     totals = {"plugin without lab": plugin, "lab": lab, "tests": tests}
     return {**found, **totals}

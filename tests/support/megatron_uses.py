@@ -51,7 +51,7 @@ OBJECTS = {
 Bindings = dict[str, str]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Use:
     """A symbol that a file names."""
 
@@ -67,26 +67,26 @@ class Use:
 
 def uses_in(folder: Path) -> list[Use]:
     """Of all files in a folder and below it."""
-    paths = sorted(folder.rglob("*.py"))
-    return _uses({p.relative_to(folder).as_posix(): p.read_text() for p in paths})
+    trees = {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+    bases = _inheriting(trees.values())
+    uses: set[Use] = set()
+    for path, tree in trees.items():
+        uses |= _read(tree, path.relative_to(folder).as_posix(), bases)
+    return sorted(uses)
 
 
 def uses_in_text(text: str, file: str) -> list[Use]:
     """Of one file's text, in which ``file`` is its path from the package's folder
     on.
     """
-    return _uses({file: text})
+    tree = ast.parse(text)
+    return sorted(_read(tree, file, _inheriting([tree])))
 
 
-def _uses(texts: Mapping[str, str]) -> list[Use]:
-    trees = {file: ast.parse(text) for file, text in texts.items()}
-    bases = _inheriting(trees.values())
-    uses: set[Use] = set()
-    for file, tree in trees.items():
-        reader = _Reader(file, bases)
-        reader.read(tree)
-        uses |= reader.uses
-    return sorted(uses)
+def _read(tree: ast.Module, file: str, bases: Mapping[str, str]) -> set[Use]:
+    reader = _Reader(file, bases)
+    reader.read(tree)
+    return reader.uses
 
 
 def own_names(folder: Path) -> set[str]:
@@ -103,9 +103,10 @@ def own_names(folder: Path) -> set[str]:
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
             elif isinstance(node, ast.ClassDef):
-                for each in node.body:
-                    if isinstance(each, ast.Assign):
-                        names |= {ast.unparse(target) for target in each.targets}
+                assigned = (each for each in node.body if isinstance(each, ast.Assign))
+                names |= {
+                    t.id for a in assigned for t in a.targets if isinstance(t, ast.Name)
+                }
     return names
 
 
@@ -136,24 +137,19 @@ def _imported(body: list[ast.stmt], outer: Bindings) -> Bindings:
     """Names that imports bind in a scope, functions and classes inside it left out."""
     bound = dict(outer)
     for node in _own(body):
-        for alias, symbol in _imports(node):
-            root = symbol.split(".")[0]
-            if isinstance(node, ast.Import) and not alias.asname:
-                bound[root] = root  # with its submodules
-            else:
-                bound[alias.asname or alias.name] = symbol
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_foreign(alias.name):
+                    root = alias.name.split(".")[0]
+                    bound[alias.asname or root] = alias.name if alias.asname else root
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and _is_foreign(node.module)
+        ):
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return bound
-
-
-def _imports(node: ast.AST) -> Iterator[tuple[ast.alias, str]]:
-    """What an import takes of the packages that are looked for, with its dotted
-    name.
-    """
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names:
-            if _is_foreign(start + alias.name):
-                yield alias, start + alias.name
 
 
 _SETTERS = ("set", "add", "set_existing")  # of ``runtime.patches``
@@ -182,15 +178,17 @@ class _Reader:
         room = next((room for room in OBJECTS if file.startswith(f"{room}/")), "")
         self._objects = OBJECTS.get(room, {})
         self._returns: Bindings = {}
-        self._inner: set[int] = set()  # attributes within a longer name
 
     def read(self, tree: ast.Module) -> None:
         """Take up the uses of a file."""
         top = _imported(tree.body, {})
         for node in tree.body:  # functions that return a module of Megatron's
-            last = node.body[-1] if isinstance(node, ast.FunctionDef) else None
-            if isinstance(last, ast.Return) and last.value is not None:
-                target = self._resolved(last.value, _imported(node.body, top))
+            if isinstance(node, ast.FunctionDef) and isinstance(
+                node.body[-1], ast.Return
+            ):
+                bound = _imported(node.body, top)
+                value = node.body[-1].value
+                target = self._resolved(value, bound) if value is not None else None
                 if target is not None:
                     self._returns[node.name] = target
         self._scope(tree.body, {}, None)
@@ -201,8 +199,9 @@ class _Reader:
         for _ in range(2):
             for node in nodes:
                 self._bind(node, bound)
+        inner: set[int] = set()
         for node in nodes:
-            self._take(node, bound, owner)
+            self._take(node, bound, owner, inner)
             if isinstance(node, ast.ClassDef):
                 of = self._bases.get(node.name)
                 if of is not None:
@@ -214,8 +213,11 @@ class _Reader:
                 for default in [*node.args.defaults, *node.args.kw_defaults]:
                     if default is not None:
                         self._scope([ast.Expr(default)], bound, owner)
-                hidden = _parameters(node)
-                own = {name: bound[name] for name in bound.keys() - hidden}
+                own = {
+                    name: to
+                    for name, to in bound.items()
+                    if name not in _parameters(node)
+                }
                 self._scope(node.body, own, owner)
             elif isinstance(node, ast.Lambda):
                 self._scope([ast.Expr(node.body)], bound, owner)
@@ -262,20 +264,33 @@ class _Reader:
                 return f"{of}.{name}" if of is not None and name is not None else None
         return None
 
-    def _take(self, node: ast.AST, bound: Bindings, owner: str | None) -> None:
-        for _, symbol in _imports(node):
-            self._use(symbol, node)
-        if isinstance(node, ast.Constant) and _is_module(node.value):
+    def _take(
+        self, node: ast.AST, bound: Bindings, owner: str | None, inner: set[int]
+    ) -> None:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and _is_foreign(node.module)
+        ):
+            for alias in node.names:
+                self._use(f"{node.module}.{alias.name}", node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_foreign(alias.name):
+                    self._use(alias.name, node)
+        elif isinstance(node, ast.Constant) and _is_module(node.value):
             self._use(str(node.value), node)
         elif isinstance(node, ast.Attribute):
-            self._attribute(node, node.value, node.attr, bound, owner)
+            self._attribute(node, node.value, node.attr, bound, owner, inner)
         elif isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             if function in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
                 name = _text(node.args[1])
                 default = function == "hasattr" or len(node.args) > 2
                 if name is not None:
-                    self._attribute(node, node.args[0], name, bound, owner, default)
+                    self._attribute(
+                        node, node.args[0], name, bound, owner, inner, default
+                    )
             elif function.split(".")[-1] in _SETTERS and len(node.args) > 1:
                 name = _text(node.args[1])
                 of = self._resolved(node.args[0], bound)
@@ -302,15 +317,16 @@ class _Reader:
         name: str,
         bound: Bindings,
         owner: str | None,
+        inner: set[int],
         defaulted: bool = False,
     ) -> None:
-        if id(node) in self._inner:
+        if id(node) in inner:
             return
         of = self._resolved(value, bound)
         text = ast.unparse(value).split(".")[-1]
         if of is not None:
             self._use(f"{of}.{name}", node, defaulted)
-            self._inner.add(id(value))
+            inner.add(id(value))
         elif owner is not None and text in ("self", "super()"):
             self._use(f"{owner}:{name}", node, defaulted)
         elif text in self._objects:

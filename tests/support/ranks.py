@@ -31,17 +31,17 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, managers
 from typing import Any
-from unittest import mock
 
 import psutil
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# of a worker that is used again; what keeps more alive is left behind
-MOST_THREADS = 60
+MOST_THREADS = (
+    60  # of a worker that is used again; what keeps more alive is left behind
+)
 FULL = b"full"
 # seconds after the first failure in which other ranks' reports are still collected
 GRACE = 0.3
@@ -120,18 +120,19 @@ def _free_models() -> None:
 def _reset_megatron() -> None:
     """Forget Megatron's process-wide state, where Megatron is imported."""
     _free_models()
-    for name, call in (
-        ("megatron.core.parallel_state", "destroy_model_parallel"),
+    for name, calls in (
+        ("megatron.core.parallel_state", ("destroy_model_parallel",)),
         (
             "megatron.core.num_microbatches_calculator",
-            "unset_num_microbatches_calculator",
+            ("unset_num_microbatches_calculator",),
         ),
-        ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
-        ("megatron_muon.mcore.checkpoint.seal", "seal_from_now_on"),
+        ("megatron.core.rerun_state_machine", ("destroy_rerun_state_machine",)),
+        ("megatron_muon.mcore.checkpoint.seal", ("seal_from_now_on",)),
         # else some ranks keep hooks
-        ("megatron_muon.mcore.wiring.install", "uninstall"),
+        ("megatron_muon.mcore.wiring.install", ("uninstall",)),
     ):
-        getattr(sys.modules.get(name), call, lambda: None)()
+        for call in calls:
+            getattr(sys.modules.get(name), call, lambda: None)()
     tracker = sys.modules.get("megatron.core.tensor_parallel.random")
     if tracker is not None:
         tracker._CUDA_RNG_STATE_TRACKER = None
@@ -260,12 +261,12 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def stack(self) -> str:
+    def stack(self, seconds: float = 2.0) -> str:
         """What the worker is doing, by faulthandler."""
         pid = self.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
-        end, text, before = time.monotonic() + 2.0, "", None
+        end, text, before = time.monotonic() + seconds, "", None
         while time.monotonic() < end and (not text or text != before):
             time.sleep(0.05)
             before, text = text, open(self.stacks).read()
@@ -301,17 +302,17 @@ class _Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _nothing_as_main() -> Iterator[None]:
+class _nothing_as_main:
     """Keep multiprocessing from importing the parent's ``__main__`` (pytest) in every
     worker.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+
+    def __enter__(self) -> None:
+        self.main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+
+    def __exit__(self, *exc: object) -> None:
+        sys.modules["__main__"] = self.main
 
 
 _pool: _Pool | None = None
@@ -324,21 +325,26 @@ def _context() -> Any:
     """
     global _server
     if _server is None:
-        environment = {
-            "GLOO_SOCKET_IFNAME": "lo",  # else gloo resolves the host name
-            **os.environ,
-            # an OpenMP thread pool would not survive the fork
-            "OMP_NUM_THREADS": "1",
-            # what Megatron asks of every launcher
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # 3.11 sends none
-        }
-        with mock.patch.dict(os.environ, environment):
+        before = dict(os.environ)
+        os.environ["OMP_NUM_THREADS"] = (
+            "1"  # an OpenMP thread pool would not survive the fork
+        )
+        # else gloo resolves the host name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            "1"  # what Megatron asks of every launcher
+        )
+        # 3.11 sends none
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        try:
             _server = multiprocessing.get_context("forkserver")
             # a command's ranks may have started one, with less
             forkserver._forkserver._stop()
             _server.set_forkserver_preload(PRELOAD)
             forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
     return _server
 
 
@@ -399,7 +405,7 @@ def _last_line(text: str) -> str:
     return text.strip().rsplit("\n", 1)[-1]
 
 
-def _clean_up(workers: list[_Worker], fn: str) -> list[_Worker]:
+def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> list[_Worker]:
     """Have all ranks leave the process group, now that none of them needs it any more.
 
     Returns:
@@ -410,7 +416,7 @@ def _clean_up(workers: list[_Worker], fn: str) -> list[_Worker]:
         worker.pipe.send_bytes(b"all done")
     for rank, worker in enumerate(workers):
         try:
-            late = not worker.pipe.poll(30.0)
+            late = not worker.pipe.poll(limit)
             text = worker.stack() if late else worker.pipe.recv_bytes().decode()
         except (EOFError, OSError):
             text = f"the process ended with exit code {worker.process.exitcode}"
@@ -479,16 +485,3 @@ def run(
         else:
             for worker in workers:
                 worker.kill()
-
-
-def run_alone(fn: Callable[..., Any], *args: Any, **options: float) -> Any:
-    """What ``fn(*args)`` returns on a single rank."""
-    (value,) = run(fn, 1, *args, **options)
-    return value
-
-
-def run_on(
-    fn: Callable[..., Any], case: Any, topology: Any, *args: Any, **options: float
-) -> list[Any]:
-    """``run`` ``fn(case, topology, *args)`` on the ranks of a topology."""
-    return run(fn, topology.world_size, case, topology, *args, **options)

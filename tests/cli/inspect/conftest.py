@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.checkpoints.inspecting import as_megatron_lm, saved, seal
-from support.checkpoints.saving import DEFAULT
+from support.checkpoints.inspecting import DEFAULT, as_megatron_lm, saved, seal
 
 FORMATS = [DEFAULT, "torch"]
 

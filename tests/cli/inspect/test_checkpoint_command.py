@@ -19,14 +19,15 @@ from megatron_muon.mcore.checkpoint import manifest
 from support.checkpoints import sealing
 from support.checkpoints.inspecting import (
     CASE,
+    DEFAULT,
+    EVERY,
     TRACKER,
     faults,
     inspect,
 )
-from support.checkpoints.saving import DEFAULT, in_every_format
 from support.models.gpt import Topology, muon_weights
 from support.processes import environment
-from support.ranks import run_on
+from support.ranks import run
 
 SHAPES = {
     "tp": (CASE, Topology(tp=2)),
@@ -34,13 +35,13 @@ SHAPES = {
 }
 
 
-@in_every_format
+@pytest.mark.parametrize("format", EVERY)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matrices_are_those_of_the_run(
     shape: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, topology = SHAPES[shape]
-    run_on(sealing.saved, case, topology, format, str(tmp_path))
+    run(sealing.saved, topology.world_size, case, topology, format, str(tmp_path))
     status, report = inspect(tmp_path, capsys, "--hash")
     assert status == 0, report["faults"]
     facts, rows = report["facts"], report["matrices"]

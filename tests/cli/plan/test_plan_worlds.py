@@ -13,7 +13,7 @@ from megatron_muon.lab.plan.kinds import planned_kinds
 from megatron_muon.lab.pricing.memory import at_rest, peaks
 from megatron_muon.lab.pricing.work import traffic_of
 from megatron_muon.lab.routes.model_flags import import_megatron, megatron_is_quiet
-from support.virtual_gpu.megatron import record_training
+from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import report_of
 
 LAYERS = (
@@ -57,8 +57,10 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
     over = peaks(plans, run.config)
     for rank in world.ranks:
         at = kind.members.index(rank)
-        trained = record_training(run.flags, run.ranks, rank, run.config)
-        report = report_of(trained.recording)
+        recording = record_training(
+            run.flags, run.ranks, rank, run.config, OptimizerSettings()
+        ).recording
+        report = report_of(recording)
         assert (report.sent, report.messages) == (sent.sent[at], sent.messages[at])
         assert report.connections == sent.peers[at]
         for name, nbytes in rest[

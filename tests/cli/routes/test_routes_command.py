@@ -20,7 +20,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.routes.sentences import optimizer_text
 from megatron_muon.mcore.host.process_groups import has_experts
 from megatron_muon.planning.plan import ExchangePlan
-from support.installed import require
+from support.installed import lacks
 from support.models.gpt import (
     Built,
     Case,
@@ -31,7 +31,7 @@ from support.models.gpt import (
 )
 from support.models.model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
 from support.processes import environment
-from support.ranks import run_on
+from support.ranks import run
 
 
 def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
@@ -102,14 +102,15 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "topology"), CASES, ids=lambda value: str(value)[:40])
 def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> None:
-    require(case, topology)
+    if reason := lacks(case, topology):
+        pytest.skip(reason)
     muon = dict(case.muon)
     own = [f"--muon-split={'='.join(split)}" for split in muon.get("splits", ())]
     own += [f"--muon-for={text}" for text in muon.get("by_pattern", ())]
     routes = routes_json(
         [*flags_of(case, topology), *own, "--muon-dp-layout", "bucketed"]
     )
-    results = run_on(built_by_a_run, case, topology)
+    results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:
         stage = routes["stages"][result["stage"]]

@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import PYTHON311, ROOT, TESTS
+from support import PYTHON311, ROOT, TESTS, te_on_cpu
 from support.expected.oracle import is_muon, qkv_rows
-from support.installed import needs_te
 from support.megatron_lm.against_oracle import oracle_of, outside, recorded, stepped
 from support.megatron_lm.scripts import (
     CHECKOUT,
@@ -36,7 +35,9 @@ from support.megatron_lm.scripts import (
 pytestmark = [
     needs_checkout,
     pytest.mark.timeout(900),
-    needs_te,
+    pytest.mark.skipif(
+        te_on_cpu.TE is None, reason="no Transformer Engine on the path"
+    ),
 ]
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
 RUN = (

@@ -33,7 +33,7 @@ def test_three_steps_equal_the_oracles(folder: Path, ns_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"nesterov": False}, {"ns_steps": 4}, {"qkv": None}]
+    "change", [{"nesterov": False}, {"ns_steps": 4}, {"split_qkv": False}]
 )
 def test_another_muon_is_noticed(folder: Path, change: dict[str, Any]) -> None:
     run = run_of(folder, "bf16")

@@ -19,27 +19,27 @@ from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import (
-    FORMATS,
     error_of_load,
     error_of_save,
+    formats,
     load,
     save_new,
 )
 from support.installed import VERSION
-from support.models.gpt import Case, Topology, start
-from support.ranks import error_of, run, run_on
+from support.models.gpt import Case, Topology, on_ranks, start
+from support.ranks import error_of, run
+from support.runs.topologies import DP2, DP4_INSTANCES2, PP2, TP2, TP2_DP2
 
 BF16 = Case()
-DEFAULT, *OTHERS = FORMATS
+DEFAULT, *OTHERS = formats()
 EVERY = [DEFAULT, *OTHERS]
 (MODEL_SPACE,) = (format for format in EVERY if format.startswith("fully"))
 
 
 @pytest.mark.parametrize("format", EVERY)
 def test_an_adamw_checkpoint_is_refused(format: str, tmp_path: Path) -> None:
-    topology = Topology(dp=2)
-    run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
-    for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
+    on_ranks(save_new, replace(BF16, optimizer="adam"), DP2, format, tmp_path)
+    for text in on_ranks(error_of_load, BF16, DP2, format, tmp_path):
         assert re.search(
             r"[.]muon_momentum[.]|[.]megatron_muon[./]|saved by megatron_muon.s Muon",
             text,
@@ -49,10 +49,9 @@ def test_an_adamw_checkpoint_is_refused(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", EVERY)
 def test_adamw_refuses_a_muon_checkpoint(format: str, tmp_path: Path) -> None:
     """TP 2: with DP ranks that wait for the first one, it ends when that one does."""
-    topology = Topology(tp=2)
-    run(save_new, 2, BF16, topology, format, str(tmp_path))
+    on_ranks(save_new, BF16, TP2, format, tmp_path)
     adam = replace(BF16, optimizer="adam")
-    for text in run(error_of_load, 2, adam, topology, format, str(tmp_path)):
+    for text in on_ranks(error_of_load, adam, TP2, format, tmp_path):
         assert "exp_avg" in text
 
 
@@ -60,21 +59,20 @@ def test_adamw_refuses_a_muon_checkpoint(format: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error_everywhere_and_no_hang(
     how: str, tmp_path: Path
 ) -> None:
-    topology = Topology(dp=2)
-    run(save_new, 2, BF16, topology, "torch", str(tmp_path))
+    on_ranks(save_new, BF16, DP2, "torch", tmp_path)
     file = tmp_path / "0_0_0_distrib_optim.pt"
     if how == "gone":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-100])
-    for text in run(error_of_load, 2, BF16, topology, "torch", str(tmp_path)):
+    for text in on_ranks(error_of_load, BF16, DP2, "torch", tmp_path):
         assert file.name in text and ("is missing" in text or "is truncated" in text), (
             text
         )
 
 
 def _load_what_rank_0_cannot_read(
-    was: str, case: Case, topology: Topology, folder: str, how: str
+    was: str, case: Case, topology: Topology, folder: Path, how: str
 ) -> None:
     built = start(case, topology)
     own = torch.load
@@ -100,18 +98,17 @@ def _error_of_what_rank_0_cannot_read(*args: Any) -> str:
 @pytest.mark.parametrize(
     ("was", "now", "how", "topology"),
     [
-        ("muon", "muon", "data.pkl", Topology(dp=2)),
-        ("adam", "muon", "data.pkl", Topology(tp=2, dp=2)),
-        ("adam", "muon", "OSError", Topology(dp=2)),
-        ("muon", "adam", "data.pkl", Topology(dp=2)),
+        ("muon", "muon", "data.pkl", DP2),
+        ("adam", "muon", "data.pkl", TP2_DP2),
+        ("adam", "muon", "OSError", DP2),
+        ("muon", "adam", "data.pkl", DP2),
     ],
-    ids=str,
 )
 def test_a_file_that_torch_cannot_read_ends_all_ranks_with_torchs_words(
     was: str, now: str, how: str, topology: Topology, tmp_path: Path
 ) -> None:
     size = topology.world_size
-    run(save_new, size, replace(BF16, optimizer=was), topology, "torch", str(tmp_path))
+    on_ranks(save_new, replace(BF16, optimizer=was), topology, "torch", tmp_path)
     if how == "data.pkl":
         file = tmp_path / "0_0_0_distrib_optim.pt"
         at = file.read_bytes().index(b"\x80\x02}q") + 8
@@ -125,7 +122,7 @@ def test_a_file_that_torch_cannot_read_ends_all_ranks_with_torchs_words(
         was,
         case,
         topology,
-        str(tmp_path),
+        tmp_path,
         how,
     )
     first, *others = run(*given, timeout=30.0)
@@ -177,10 +174,9 @@ STORED = "mlp.linear_fc1.weight"
 def test_a_wrong_momentum_is_refused_on_every_rank(
     change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
-    topology = Topology(dp=2)
-    run(save_new, 2, BF16, topology, "torch", str(tmp_path))
+    on_ranks(save_new, BF16, DP2, "torch", tmp_path)
     _edited(tmp_path, change)
-    texts = run(error_of_load, 2, BF16, topology, "torch", str(tmp_path))
+    texts = on_ranks(error_of_load, BF16, DP2, "torch", tmp_path)
     assert [message in text for text in texts] == [True, True], texts
     assert texts[1].startswith("RuntimeError: rank 0 stopped this run")
 
@@ -190,10 +186,9 @@ def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> 
     """Of all layers: fully_reshardable has them in one tensor. No digest has named the
     setting.
     """
-    topology = Topology(dp=2)
     before = BF16.with_muon(muon_exclude=("*.linear_fc1.weight",))
-    run(save_new, 2, before, topology, format, str(tmp_path))
-    for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
+    on_ranks(save_new, before, DP2, format, tmp_path)
+    for text in on_ranks(error_of_load, BF16, DP2, format, tmp_path):
         assert STORED in text and ("muon_momentum" in text or format == "torch"), text
         assert format != "torch" or "muon_exclude (--muon-exclude)" in text
 
@@ -204,7 +199,7 @@ def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> 
 def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
     """On the second stage alone a layer is AdamW's: the stages must compare."""
     case = BF16.with_muon(muon_exclude=(NAME,))
-    for text in run_on(error_of_save, case, Topology(pp=2), MODEL_SPACE, str(tmp_path)):
+    for text in on_ranks(error_of_save, case, PP2, MODEL_SPACE, tmp_path):
         assert (
             "mlp.linear_fc1.weight of all layers in one tensor, but Muon updates some"
             in text
@@ -213,18 +208,17 @@ def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
 
 def test_layers_of_both_in_other_formats(tmp_path: Path) -> None:
     case = BF16.with_muon(muon_exclude=(NAME,))
-    check(case, Topology(dp=2), DEFAULT, tmp_path)
+    check(case, DP2, DEFAULT, tmp_path)
 
 
 def test_instances_in_the_oldest_format_are_refused(tmp_path: Path) -> None:
-    topology = Topology(dp=4, instances=2)
-    args = (BF16, topology, "dp_zero_gather_scatter", str(tmp_path))
+    args = (BF16, DP4_INSTANCES2, "dp_zero_gather_scatter", tmp_path)
     for text in run(error_of_save, 4, *args):
         assert "first of several optimizer instances only" in text
 
 
 @pytest.mark.skipif(VERSION >= (0, 15), reason="gone from Megatron")
 def test_bucket_space_is_refused(tmp_path: Path) -> None:
-    args = (BF16, Topology(dp=2), "fully_sharded_bucket_space", str(tmp_path))
+    args = (BF16, DP2, "fully_sharded_bucket_space", tmp_path)
     for text in run(error_of_save, 2, *args):
         assert "does not save or load fully_sharded_bucket_space" in text

@@ -14,13 +14,14 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from support.checkpoints.saving import in_every_format, save_new
-from support.models.gpt import Case, Topology, muon_weights
+from support.checkpoints.saving import save_new
+from support.marks import in_each_format
+from support.models.gpt import Case, muon_weights
 from support.ranks import run
+from support.runs.topologies import DP2
 from support.runs.whole import whole
 
 CASE = Case(steps=1)
-TOPOLOGY = Topology(dp=2)
 
 
 def sizes(optimizer: str, format: str, folder: Path) -> tuple[int, int, int, float]:
@@ -28,8 +29,8 @@ def sizes(optimizer: str, format: str, folder: Path) -> tuple[int, int, int, flo
     Muon's.
     """
     case = replace(CASE, optimizer=optimizer)
-    args = (case, TOPOLOGY, format, str(folder))
-    truth = whole(run(save_new, TOPOLOGY.world_size, *args))
+    args = (case, DP2, format, folder)
+    truth = whole(run(save_new, DP2.world_size, *args))
     numel = {name: tensor.numel() for name, tensor in truth["params"].items()}
     of_muon = sum(numel[name] for name in muon_weights(CASE)) / sum(numel.values())
     files = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -59,13 +60,12 @@ def _bytes_of_state(folder: Path) -> int:
     return sum(entry.size.numel() * 4 for entry in tensors) + sum(objects.values())
 
 
-@in_every_format
+@in_each_format
 def test_muons_state_has_no_second_moment_on_disk(format: str, tmp_path: Path) -> None:
     lines = []
     states = {}
     for optimizer in ("adam", "muon"):
         folder = tmp_path / optimizer
-        folder.mkdir()
         state, files, numel, of_muon = sizes(optimizer, format, folder)
         states[optimizer] = state / numel
         lines.append(

@@ -16,25 +16,24 @@ import pytest
 
 from megatron_muon.mcore.checkpoint import manifest
 from support import ROOT
-from support.checkpoints.saving import DEFAULT, FORMATS, in_every_format
+from support.checkpoints.saving import formats
 from support.checkpoints.sealing import loaded
-from support.models.gpt import Case, Topology
+from support.marks import in_each_format
+from support.models.gpt import Case, Topology, on_ranks
 from support.processes import environment
-from support.ranks import run, run_on
+from support.ranks import run
+from support.runs.topologies import DP2, DP2_EP2, TP2
 from support.runs.whole import differences, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMITS = {"0.2.0": "cf5addc7", "before 0.3.0": "5e0cf2a3"}
 # by name: what is trained, on which ranks; 0.2.0 has no other rules than muon
 CASES: dict[str, tuple[Case, Topology]] = {
-    "dense": (Case(steps=2), Topology(dp=2)),
-    "experts": (Case(steps=2, moe=True), Topology(dp=2, ep=2)),
-    "cut": (Case(steps=2, gated=True, tied=True), Topology(tp=2)),
-    "normuon": (Case(steps=2).with_muon(rule="normuon"), Topology(dp=2)),
-    "routed": (
-        Case(steps=2).with_muon(muon_exclude=("*.linear_fc1.weight",)),
-        Topology(dp=2),
-    ),
+    "dense": (Case(steps=2), DP2),
+    "experts": (Case(steps=2, moe=True), DP2_EP2),
+    "cut": (Case(steps=2, gated=True, tied=True), TP2),
+    "normuon": (Case(steps=2).with_muon(rule="normuon"), DP2),
+    "routed": (Case(steps=2).with_muon(muon_exclude=("*.linear_fc1.weight",)), DP2),
 }
 SAVES = """
 import pickle, sys
@@ -79,7 +78,7 @@ def saves(
     folder = tmp_path_factory.mktemp("saves")
     plain = {name: (_given(one), _given(two)) for name, (one, two) in CASES.items()}
     for name in CASES:
-        for format in FORMATS:
+        for format in formats():
             (folder / name / format).mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", SAVES, str(folder), pickle.dumps(plain).hex()],
@@ -92,7 +91,7 @@ def saves(
     return folder
 
 
-@in_every_format
+@in_each_format
 @pytest.mark.parametrize("name", CASES)
 def test_it_loads_bit_for_bit(name: str, format: str, saves: Path) -> None:
     case, topology = CASES[name]
@@ -102,7 +101,7 @@ def test_it_loads_bit_for_bit(name: str, format: str, saves: Path) -> None:
     held: list[Any] = pickle.loads(kept.read_bytes())
     there = manifest.read(folder)
     assert there is not None and there["complete"] and there["format"] == 2
-    results = run_on(loaded, case, topology, format, str(folder), timeout=300)
+    results = on_ranks(loaded, case, topology, format, str(folder), timeout=300)
     assert [result["error"] for result in results] == [None] * topology.world_size
     again = [result["held"] for result in results]
     assert differences(whole(held), whole(again)) == []
@@ -112,7 +111,7 @@ def test_it_loads_bit_for_bit(name: str, format: str, saves: Path) -> None:
 def test_a_damaged_one_is_refused(saves: Path) -> None:
     """Last, since it changes a file."""
     case, topology = CASES["dense"]
-    format = DEFAULT
+    format = formats()[0]
     folder = saves / "dense" / format
     (file,) = folder.glob("__1_0.distcp")
     content = bytearray(file.read_bytes())

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from support.checkpoints import sealing
-from support.checkpoints.saving import RESHARDABLE
+from support.checkpoints.saving import formats
 from support.installed import VERSION
-from support.models.gpt import held, printed_by, start, take_step
-from support.ranks import run, run_on
+from support.models.gpt import held, on_ranks, printed_by, start, take_step
+from support.ranks import run
 from support.runs.cases import Case, Topology
+from support.runs.topologies import ONE, PP2, TP2, TP2_DP2
 from support.runs.whole import differences, whole
 
 BEFORE = Case(steps=2, gated=True, heads=12, groups=6)
@@ -24,7 +25,7 @@ AFTER = BEFORE.with_muon(splits=HEADS)
 
 
 def _loaded(
-    case: Case, topology: Topology, folder: str, format: str
+    case: Case, topology: Topology, folder: Path, format: str
 ) -> tuple[Any, Any, str]:
     """What a rank holds after the load and a step later, and what it prints as it
     loads.
@@ -37,13 +38,12 @@ def _loaded(
 
 
 def test_a_run_resumes_with_another_split(tmp_path: Path) -> None:
-    format = RESHARDABLE
-    folder = str(tmp_path / "checkpoint")
-    topology = Topology(2, 1, 2)
-    saved = whole(run(sealing.saved, 4, BEFORE, topology, format, folder))
-    alone = run_on(_loaded, AFTER, Topology(), folder, format)
-    together = run(_loaded, 4, AFTER, replace(topology, tp=1, dp=4), folder, format)
-    same = run(_loaded, 4, BEFORE, topology, folder, format)
+    format = next(each for each in formats() if each.startswith("fully"))
+    folder = tmp_path / "checkpoint"
+    saved = whole(on_ranks(sealing.saved, BEFORE, TP2_DP2, format, folder))
+    alone = on_ranks(_loaded, AFTER, ONE, folder, format)
+    together = run(_loaded, 4, AFTER, replace(TP2_DP2, tp=1, dp=4), folder, format)
+    same = on_ranks(_loaded, BEFORE, TP2_DP2, folder, format)
     for results in (alone, together, same):
         assert differences(saved, whole([at_load for at_load, _, _ in results])) == []
     later = [
@@ -64,12 +64,12 @@ def test_a_hybrid_resumes_at_another_tp_size(mixer: str, tmp_path: Path) -> None
     """TP cuts its convolutions and vectors by marks that do not name a dim."""
     if mixer == "delta" and VERSION < (0, 16):
         pytest.skip("gated delta nets are since core 0.16")
-    format = RESHARDABLE
-    folder = str(tmp_path / "checkpoint")
+    format = next(each for each in formats() if each.startswith("fully"))
+    folder = tmp_path / "checkpoint"
     case = Case(steps=2, mixer=mixer, groups=6, vocab=144)
-    saved = whole(run_on(sealing.saved, case, Topology(tp=2), format, folder))
-    alone = run_on(_loaded, case, Topology(), folder, format)
-    stages = run_on(_loaded, case, Topology(pp=2), folder, format)
+    saved = whole(on_ranks(sealing.saved, case, TP2, format, folder))
+    alone = on_ranks(_loaded, case, ONE, folder, format)
+    stages = on_ranks(_loaded, case, PP2, folder, format)
     for results in (alone, stages):
         assert differences(saved, whole([at_load for at_load, _, _ in results])) == []
     later = [whole([after for _, after, _ in results]) for results in (alone, stages)]

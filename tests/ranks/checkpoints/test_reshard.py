@@ -18,21 +18,25 @@ from typing import Any
 import pytest
 
 from support.checkpoints.resharding import Held, loaded, refused, saved
-from support.checkpoints.saving import FORMATS, RESHARDABLE, TORCH_DIST, error_of_save
-from support.covering import (
-    CASES,
-    DENSE,
-    FULL,
-    MOE,
-    SMALLER,
-    Change,
-    covering_set,
-    small_set,
-)
-from support.installed import VERSION, require
-from support.models.gpt import truth
-from support.ranks import run, run_on
+from support.checkpoints.saving import RESHARDABLE, error_of_save, formats
+from support.covering import CASES, DENSE, MOE, SMALLER, Change, covering_set, small_set
+from support.installed import VERSION, lacks
+from support.models.gpt import on_ranks, truth
+from support.ranks import run
 from support.runs.cases import Case, Topology
+from support.runs.topologies import (
+    DP2_EP2,
+    DP2_OVERLAP,
+    DP3_OVERLAP,
+    DP4_EP4,
+    ONE,
+    PP2,
+    PP2_DP3_OVERLAP,
+    TP2,
+    TP2_DP2,
+    TP2_DP2_EP2,
+    TP4,
+)
 from support.runs.whole import Whole, differences, whole
 
 Runs = list[tuple[Held, Held]]
@@ -82,7 +86,8 @@ def check(
 ) -> tuple[Runs, Runs]:
     """What the two runs held; equal at the load and two steps later."""
     for topology in (at_save, at_load):
-        require(case, topology)
+        if lacking := lacks(case, topology):
+            pytest.skip(lacking)
     folder, before = saves(case, at_save, format, *options)
     parallel = bool(options and options[0])
     args = (case, at_load, format, folder, parallel, dirty)
@@ -119,7 +124,7 @@ def test_another_topology(change: Change, saves: Saves) -> None:
 
 # --- what else there is ---------------------------------------------------------------
 
-ANY = RESHARDABLE
+TORCH_DIST = [format for format in formats() if format != "torch"]
 FP16 = replace(
     DENSE,
     layers=2,
@@ -134,44 +139,40 @@ def test_fp16_and_its_loss_scale(saves: Saves) -> None:
     """The scale halves in steps 1 and 4 and doubles in between: before, at and after
     the load.
     """
-    before, after = check(
-        saves, FP16, ANY, Topology(tp=2, dp=2), Topology(pp=2, dp=3, overlap=True)
-    )
+    before, after = check(saves, FP16, RESHARDABLE, TP2_DP2, PP2_DP3_OVERLAP)
     scales = before[0][1]["log"]["loss_scales"]
     assert len(set(scales)) > 1 and all(
         h[1]["log"]["loss_scales"] == scales[4:] for h in after
     )
 
 
-@pytest.mark.parametrize(
-    "at_load", [Topology(), Topology(tp=2, pp=2, first_layers=3)], ids=str
-)
+@pytest.mark.parametrize("at_load", [ONE, Topology(tp=2, pp=2, first_layers=3)])
 def test_stages_of_other_sizes(at_load: Topology, saves: Saves) -> None:
     """Stages of 1 and 3 layers: into one, and into stages of 3 and 1."""
-    check(saves, DENSE, ANY, Topology(pp=2, first_layers=1), at_load)
+    check(saves, DENSE, RESHARDABLE, Topology(pp=2, first_layers=1), at_load)
 
 
 def test_a_warm_up_of_the_momentum_goes_on(saves: Saves) -> None:
     """It ends after the load."""
-    warming = replace(DENSE.with_muon(momentum_warmup=DENSE.steps - 1), layers=2)
-    check(saves, warming, ANY, Topology(tp=2), Topology(dp=3, overlap=True))
+    warming = replace(DENSE, layers=2).with_muon(momentum_warmup=DENSE.steps - 1)
+    check(saves, warming, RESHARDABLE, TP2, DP3_OVERLAP)
 
 
 CUT_GROUPS = replace(DENSE, layers=2, heads=8, groups=2)
 
 
-@pytest.mark.parametrize("at_load", [Topology(), Topology(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("at_load", [ONE, TP2_DP2])
 def test_query_groups_that_tp_has_cut(at_load: Topology, saves: Saves) -> None:
     """Each over two of four ranks, into one rank and into whole groups on two; and
     back.
     """
-    check(saves, CUT_GROUPS, ANY, Topology(tp=4), at_load)
-    check(saves, CUT_GROUPS, ANY, at_load, Topology(tp=4))
+    check(saves, CUT_GROUPS, RESHARDABLE, TP4, at_load)
+    check(saves, CUT_GROUPS, RESHARDABLE, at_load, TP4)
 
 
 PARALLEL, ASYNCHRONOUS = (True, False), (False, True)
-FROM = Topology(dp=3, overlap=True)
-TO = Topology(dp=2, overlap=True)
+FROM = DP3_OVERLAP
+TO = DP2_OVERLAP
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ TO = Topology(dp=2, overlap=True)
             [format for format in TORCH_DIST if format != "dp_zero_gather_scatter"],
         ),
         (ASYNCHRONOUS, TORCH_DIST),
-        ((True, True), [ANY]),
+        ((True, True), [RESHARDABLE]),
     ],
     ids=["parallel", "async", "parallel-async"],
 )
@@ -194,13 +195,13 @@ def test_ways_to_save(
     saved.
     """
     for format in formats:
-        at_load = replace(TO, tp=2) if format in FULL else TO
+        at_load = replace(TO, tp=2) if format == RESHARDABLE else TO
         check(saves, replace(DENSE, layers=2), format, FROM, at_load, options)
 
 
 def test_boundary_parameters_are_cut_elsewhere(saves: Saves) -> None:
     """Without this, shards that all end between parameters would pass."""
-    runs = check(saves, DENSE, ANY, FROM, replace(TO, bucket_size=SMALLER))
+    runs = check(saves, DENSE, RESHARDABLE, FROM, replace(TO, bucket_size=SMALLER))
     cuts = [
         {
             (name, start)
@@ -215,28 +216,28 @@ def test_boundary_parameters_are_cut_elsewhere(saves: Saves) -> None:
 
 # --- what a format cannot change ------------------------------------------------------
 
-BUCKETS = Topology(dp=2, overlap=True)
+BUCKETS = DP2_OVERLAP
 CHANGES = {
-    "tp": (DENSE, Topology(tp=2), Topology()),
-    "more tp": (DENSE, Topology(), Topology(tp=2)),
-    "pp": (DENSE, Topology(pp=2), Topology()),
-    "tp to pp": (DENSE, Topology(tp=2), Topology(pp=2)),
-    "chunks": (DENSE, Topology(pp=2), Topology(pp=2, chunks=2)),
-    "ep": (MOE, Topology(dp=2, ep=2), Topology()),
-    "more ep": (MOE, Topology(dp=2, ep=2), Topology(dp=4, ep=4)),
+    "tp": (DENSE, TP2, ONE),
+    "more tp": (DENSE, ONE, TP2),
+    "pp": (DENSE, PP2, ONE),
+    "tp to pp": (DENSE, TP2, PP2),
+    "chunks": (DENSE, PP2, Topology(pp=2, chunks=2)),
+    "ep": (MOE, DP2_EP2, ONE),
+    "more ep": (MOE, DP2_EP2, DP4_EP4),
     # as many elements in every buffer: AdamW takes a half of each of two experts for a
     # whole one
     "ep to expert tp": (
         MOE,
         Topology(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
-        Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+        TP2_DP2_EP2,
     ),
 }
 
 
 def _cuts() -> list[Any]:
     """With the default format first: all of that are fast."""
-    fixed = [format for format in FORMATS if format != RESHARDABLE]
+    fixed = [format for format in formats() if format != RESHARDABLE]
     return [
         pytest.param(
             change, format, marks=() if format == fixed[0] else (pytest.mark.slow,)
@@ -251,25 +252,25 @@ def test_another_cut_is_refused(change: str, format: str, saves: Saves) -> None:
     """On every rank, with the way out."""
     case, at_save, at_load = CHANGES[change]
     folder, _ = saves(case, at_save, format)
-    for text in run_on(refused, case, at_load, format, folder):
+    for text in on_ranks(refused, case, at_load, format, folder):
         assert "--dist-ckpt-optim-fully-reshardable" in text, text
 
 
 @pytest.mark.skipif(
-    "dp_reshardable" not in FORMATS, reason="this Megatron has no such format"
+    "dp_reshardable" not in formats(), reason="this Megatron has no such format"
 )
 def test_a_rank_without_a_piece_of_a_bucket_is_refused(tmp_path: Path) -> None:
     """Megatron: 'empty bucket encountered'. An embedding that stages share has a bucket
     of its own, and leaves a small one.
     """
     topology = Topology(pp=2, dp=3, chunks=2, overlap=True)
-    args = (CASES["tied"], topology, "dp_reshardable", str(tmp_path))
+    args = (CASES["tied"], topology, "dp_reshardable", tmp_path)
     for text in run(error_of_save, topology.world_size, *args, timeout=_limit(6)):
         assert "--ddp-bucket-size" in text, text
 
 
 @pytest.mark.skipif(
-    "dp_reshardable" not in FORMATS, reason="this Megatron has no such format"
+    "dp_reshardable" not in formats(), reason="this Megatron has no such format"
 )
 def test_buckets_may_be_others(saves: Saves) -> None:
     """Not so with AdamW: Megatron has a tensor for each bucket, here is one for each
@@ -288,10 +289,10 @@ def test_buckets_may_be_others(saves: Saves) -> None:
 def test_the_covering_set_covers() -> None:
     """Without this, a fault in the generator could leave out what is to be shown."""
     every = covering_set()
-    assert {change.format for change in every} == set(FORMATS)
+    assert {change.format for change in every} == set(formats())
     assert {change.case for change in every} == set(CASES)
     assert 40 <= len(every) <= 100 and len(small_set()) == 12
-    full = [change for change in every if change.format in FULL]
+    full = [change for change in every if change.format == RESHARDABLE]
     sizes = ["tp", "pp", "dp", "cp", "chunks", "instances", "bucket_size", "overlap"]
     for size in [*sizes, "ep"] if VERSION >= (0, 14) else sizes:
         pairs = {(getattr(c.saved, size), getattr(c.loaded, size)) for c in full}

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import AREALS, VERLS, load_parameter_state, save
-from support.models.gpt import Case, Topology, start, take_step
-from support.ranks import error_of, run, run_on
+from support.models.gpt import Case, Topology, on_ranks, start, stepped, take_step
+from support.ranks import error_of
+from support.runs.topologies import DP2, DP2_EP2, DP3_OVERLAP
 
 DENSE = Case()
 EXPERTS = Case(moe=True)
@@ -20,9 +21,7 @@ EXPERTS = Case(moe=True)
 @pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])
 @pytest.mark.parametrize("format", [VERLS, AREALS])
 @pytest.mark.parametrize(
-    ("case", "topology"),
-    [(DENSE, Topology(dp=3, overlap=True)), (EXPERTS, Topology(dp=2, ep=2))],
-    ids=["dp3", "experts"],
+    ("case", "topology"), [(DENSE, DP3_OVERLAP), (EXPERTS, DP2_EP2)]
 )
 def test_a_checkpoint_without_metadata_resumes(
     case: Case, topology: Topology, format: str, dirty: bool, tmp_path: Path
@@ -31,13 +30,12 @@ def test_a_checkpoint_without_metadata_resumes(
 
 
 def _groups_alone(
-    case: Case, topology: Topology, folder: str, adds_state: bool
+    case: Case, topology: Topology, folder: Path, adds_state: bool
 ) -> list[str]:
     """A run's ``state_dict`` in a new optimizer: its next step, and one where it came
     from.
     """
-    built = start(case, topology)
-    take_step(built, 0)
+    built = stepped(case, topology, 1)
     save(built, folder, "torch")
     state = built.optimizer.state_dict()
     errors = []
@@ -67,20 +65,18 @@ def _of_padding(case: Case, topology: Topology, padded: tuple[int, ...]) -> str:
 def test_a_rank_with_padding_alone_is_refused_only_with_all(
     padded: tuple[int, ...],
 ) -> None:
-    for error in run_on(_of_padding, DENSE, Topology(dp=2), padded):
+    for error in on_ranks(_of_padding, DENSE, DP2, padded):
         assert ("momentum would start at zero" in error) is (len(padded) == 1), error
 
 
 @pytest.mark.parametrize("adds_state", [False, True])
-@pytest.mark.parametrize(
-    ("case", "topology"), [(DENSE, Topology(dp=2)), (EXPERTS, Topology(dp=2, ep=2))]
-)
+@pytest.mark.parametrize(("case", "topology"), [(DENSE, DP2), (EXPERTS, DP2_EP2)])
 def test_a_state_dict_alone_is_no_momentum(
     case: Case, topology: Topology, adds_state: bool, tmp_path: Path
 ) -> None:
     """``state_dict`` has none, in Megatron too; adapters are often saved by it
     alone.
     """
-    for old, new in run(_groups_alone, 2, case, topology, str(tmp_path), adds_state):
+    for old, new in on_ranks(_groups_alone, case, topology, tmp_path, adds_state):
         assert "momentum would start at zero" not in old
         assert ("momentum would start at zero" in new) is not adds_state, new

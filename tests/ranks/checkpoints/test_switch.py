@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,16 +13,13 @@ import torch
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
     YOUNG,
     go_on_after_muon,
-    reading_muon,
 )
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
-from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
 from support.checkpoints.saving import (
-    DEFAULT,
-    FORMATS,
-    in_every_format,
+    formats,
     load,
+    reading_the_other,
     save,
     save_new,
     spoil,
@@ -31,6 +27,7 @@ from support.checkpoints.saving import (
 )
 from support.checkpoints.sealing import plugin
 from support.installed import VERSION
+from support.marks import in_each_format
 from support.models.gpt import (
     Built,
     Case,
@@ -38,6 +35,7 @@ from support.models.gpt import (
     held,
     lr_at,
     muon_weights,
+    on_ranks,
     printed_by,
     start,
     take_step,
@@ -45,7 +43,8 @@ from support.models.gpt import (
     whole_grad,
 )
 from support.models.torch_adam import apexs_loop, torchs_own_adam
-from support.ranks import run, run_on
+from support.ranks import run
+from support.runs.topologies import DP2, DP2_EP2, DP3, ONE, TP2
 
 MUON = Case()
 ADAM = replace(MUON, optimizer="adam")
@@ -54,49 +53,39 @@ BETA1 = 0.9  # of Megatron's OptimizerConfig
 
 
 def _switched(
-    case: Case, topology: Topology, format: str, folder: str, momentum: Any
+    case: Case, topology: Topology, format: str, folder: Path, momentum: Any
 ) -> dict[str, Any]:
     assert format == "torch" or Saved.of(folder).writer == "adamw"
     built = start(case, topology)
     take_step(built, 9)  # of which nothing is left
     spoil(built)
-    with plugin(built), reading_adamw(built.optimizer, momentum):
+    with plugin(built), reading_the_other(built, momentum):
         load(built, folder, format)
     before = held(built)
     take_steps(built, range(case.steps, case.steps + 2))
-    groups = [
-        group
-        for part in built.optimizer.chained_optimizers
-        for group in part.optimizer.param_groups
-    ]
-    return {
-        "held": before,
-        "after": held(built),
-        "steps": {group.get("step") for group in groups},
-    }
+    return {"held": before, "after": held(built)}
 
 
 NORMUON = MUON.with_muon(rule="normuon")
-HYPERBALL = replace(MUON.with_muon(rule="hyperball"), weight_decay=0.0)
+HYPERBALL = replace(MUON, weight_decay=0.0).with_muon(rule="hyperball")
 SHAPES = {
-    "dp3": (MUON, Topology(dp=3)),
-    "moe": (MOE, Topology(dp=2, ep=2)),
-    "second moments": (NORMUON, Topology(tp=2)),
-    "radii": (HYPERBALL, Topology(dp=2)),
+    "dp3": (MUON, DP3),
+    "moe": (MOE, DP2_EP2),
+    "second moments": (NORMUON, TP2),
+    "radii": (HYPERBALL, DP2),
 }
 
 
 @pytest.mark.parametrize("momentum", ["momentum", "fresh"])
 @pytest.mark.parametrize("shape", SHAPES)
-@in_every_format
+@in_each_format
 def test_muon_resumes_from_adamw(
     format: str, shape: str, momentum: str, tmp_path: Path
 ) -> None:
     case, topology = SHAPES[shape]
     adam = replace(case, optimizer="adam")
-    size = topology.world_size
-    before = run(save_new, size, adam, topology, format, str(tmp_path))
-    after = run(_switched, size, case, topology, format, str(tmp_path), momentum)
+    before = on_ranks(save_new, adam, topology, format, tmp_path)
+    after = on_ranks(_switched, case, topology, format, tmp_path, momentum)
     muons = muon_weights(case)
     seen = set()
     for old, new in zip(before, after, strict=True):
@@ -144,19 +133,15 @@ def _adamw_step(
     }
 
 
-def settings_of(case: Case) -> dict[str, Any]:
-    return dataclasses.asdict(case.settings)
-
-
 def _switch_to_adamw(
-    case: Case, topology: Topology, format: str, folder: str
+    case: Case, topology: Topology, format: str, folder: Path
 ) -> tuple[Built, list[str]]:
     """What is not as it should be after a switch and two steps."""
     muon = replace(case, optimizer="muon")
     before = save_new(muon, topology, format, f"{folder}/muon")
     built = start(case, topology)
     spoil(built)
-    with reading_muon(built.optimizer, settings_of(muon)):
+    with reading_the_other(built):
         load(built, f"{folder}/muon", format)
     now = held(built)
     unlike = []
@@ -192,7 +177,7 @@ def _switch_to_adamw(
     return built, unlike
 
 
-def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
+def _to_adamw(case: Case, topology: Topology, format: str, folder: Path) -> list[str]:
     """What is not as it should be after that, and after a resume and one more step."""
     built, unlike = _switch_to_adamw(case, topology, format, folder)
     save(built, f"{folder}/adamw", format)
@@ -204,7 +189,7 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
     spoil(again)
     load(again, f"{folder}/adamw", format)
     take_step(again, case.steps + 2)
-    unlike += unequal(expected_after, held(again), "after a resume: ")
+    unlike += unequal(expected_after, held(again), "after a resume: ", log=False)
     plain = start(case, topology)  # AdamW as it is without the plugin
     spoil(plain)
     load(plain, f"{folder}/adamw", format)
@@ -221,7 +206,7 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@in_every_format
+@in_each_format
 def test_adamw_resumes_from_muon(format: str, shape: str, tmp_path: Path) -> None:
     """The tolerance: fp32 against float64, with sums of 2 terms that are far above
     eps.
@@ -235,7 +220,7 @@ def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
 
 
 def test_apexs_adam_resumes_from_muon(tmp_path: Path) -> None:
-    _check_to_adamw(_to_adamw_with_apexs_loop, "dp3", DEFAULT, tmp_path)
+    _check_to_adamw(_to_adamw_with_apexs_loop, "dp3", formats()[0], tmp_path)
 
 
 def _to_torchs_adamw(*args: Any) -> list[str]:
@@ -245,19 +230,17 @@ def _to_torchs_adamw(*args: Any) -> list[str]:
 
 def test_torchs_own_adamw_goes_on_from_muon(tmp_path: Path) -> None:
     """Megatron itself cannot resume with it in most formats."""
-    _check_to_adamw(_to_torchs_adamw, "dp3", DEFAULT, tmp_path)
+    _check_to_adamw(_to_torchs_adamw, "dp3", formats()[0], tmp_path)
 
 
 def _check_to_adamw(switched: Any, shape: str, format: str, folder: Path) -> None:
     case, topology = SHAPES[shape]
-    for name in ("muon", "adamw"):
-        (folder / name).mkdir()
     adam = replace(case, optimizer="adam")
-    for unlike in run_on(switched, adam, topology, format, str(folder)):
+    for unlike in on_ranks(switched, adam, topology, format, folder):
         assert unlike == []
 
 
-def _saved_and_loaded(bucket_size: int, folder: str) -> tuple[bool, str]:
+def _saved_and_loaded(bucket_size: int, folder: Path) -> tuple[bool, str]:
     """Whether AdamW after Muon loads what it has saved, and what the save prints."""
     format, topology = (
         "fully_reshardable",
@@ -265,18 +248,18 @@ def _saved_and_loaded(bucket_size: int, folder: str) -> tuple[bool, str]:
     )
     save_new(MUON, topology, format, f"{folder}/muon")
     built = start(ADAM, topology)
-    with reading_muon(built.optimizer, settings_of(MUON)):
+    with reading_the_other(built):
         load(built, f"{folder}/muon", format)
     _, printed = printed_by(lambda: save(built, f"{folder}/adamw", format))
     again = start(ADAM, topology)
-    go_on_after_muon(again.optimizer, settings_of(MUON))
+    go_on_after_muon(again.optimizer, asdict(MUON.settings))
     _, by_load = printed_by(lambda: load(again, f"{folder}/adamw", format))
     assert by_load == ""
-    return not unequal(held(built), held(again), "by loading: "), printed
+    return not unequal(held(built), held(again), "by loading: ", log=False), printed
 
 
 @pytest.mark.skipif(
-    "fully_reshardable" not in FORMATS, reason="Megatron has it from 0.15 on"
+    "fully_reshardable" not in formats(), reason="Megatron has it from 0.15 on"
 )
 @pytest.mark.parametrize("bucket_size", [10_007, 10**9])
 def test_a_save_that_megatron_shifts_prints_a_warning(
@@ -285,9 +268,7 @@ def test_a_save_that_megatron_shifts_prints_a_warning(
     """AdamW's own, which the plugin leaves as it is: with several padded buckets before
     0.20.
     """
-    for name in ("muon", "adamw"):
-        (tmp_path / name).mkdir()
-    by_rank = run(_saved_and_loaded, 3, bucket_size, str(tmp_path))
+    by_rank = run(_saved_and_loaded, 3, bucket_size, tmp_path)
     is_right = all(right for right, _ in by_rank)
     assert is_right is (bucket_size > 10_007 or VERSION >= (0, 20))
     assert ("warning: fully_reshardable" in by_rank[0][1]) is not is_right
@@ -295,15 +276,15 @@ def test_a_save_that_megatron_shifts_prints_a_warning(
     assert [printed for _, printed in by_rank[1:]] == ["", ""]
 
 
-def _clips_after_muon(folder: str) -> int:
+def _clips_after_muon(folder: Path) -> int:
     """How often a step of AdamW with QK-Clip clips, once it has read Muon's
     checkpoint.
     """
     from megatron_muon.mcore.qk_clip.clip import QkClip
 
-    save_new(MUON, Topology(), "torch", folder)
-    built = start(ADAM.with_muon(qk_clip=100.0), Topology(), plugin=True)
-    with reading_muon(built.optimizer, settings_of(MUON)):
+    save_new(MUON, ONE, "torch", folder)
+    built = start(ADAM.with_muon(qk_clip=100.0), ONE, plugin=True)
+    with reading_the_other(built):
         load(built, folder, "torch")
     with mock.patch.object(QkClip, "apply") as clip:
         take_step(built, MUON.steps)
@@ -314,4 +295,4 @@ def _clips_after_muon(folder: str) -> int:
     te_on_cpu.TE is not None, reason="its attention keeps no maximum of logits"
 )
 def test_adamw_after_muon_still_clips_logits(tmp_path: Path) -> None:
-    assert run(_clips_after_muon, 1, str(tmp_path)) == [1]
+    assert run(_clips_after_muon, 1, tmp_path) == [1]

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from support.installed import VERSION, installed, require
+from support.installed import VERSION, installed, lacks
 from support.models.clipped import attentions
-from support.models.gpt import Built, build, make_optimizer
-from support.ranks import run_alone, run_on
+from support.models.gpt import Built, build, make_optimizer, on_ranks
+from support.ranks import run
 from support.runs.cases import SEQUENCE, VOCAB, Case, Topology
+from support.runs.topologies import ONE, TP2_DP2
 
 FAR = 1e9  # a threshold that no logit passes
 WATCHED = Case(bf16=False).with_muon(qk_clip=FAR)
@@ -65,7 +66,7 @@ def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
     """Of each attention, over two micro-batches; expected are products of what it was
     given.
     """
-    built = _watched(case, Topology())
+    built = _watched(case, ONE)
     seen: list[list[torch.Tensor]] = []
     for attention in attentions(built):
         largest: list[torch.Tensor] = []
@@ -105,7 +106,7 @@ def _by_hand(core: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def test_each_heads_largest_logit_of_a_step_is_kept(changes: dict[str, Any]) -> None:
     case = replace(WATCHED, **changes)
     tolerance = 2e-2 if case.bf16 else 1e-5
-    layers = run_alone(_expected_and_kept, case)
+    (layers,) = run(_expected_and_kept, 1, case)
     assert len(layers) == 2
     for expected, kept in layers:
         assert len(set(expected)) == case.heads
@@ -125,13 +126,13 @@ def _largest_of_stage(case: Case, topology: Topology) -> tuple[list[float], floa
     return logits, clip.largest
 
 
-@pytest.mark.parametrize("topology", [Topology(tp=2, dp=2), Topology(cp=2)], ids=str)
+@pytest.mark.parametrize("topology", [TP2_DP2, Topology(cp=2)])
 def test_every_rank_knows_the_largest_logits_of_the_whole_batch(
     topology: Topology,
 ) -> None:
-    ((alone, largest),) = run_on(_largest_of_stage, WATCHED, Topology())
+    ((alone, largest),) = on_ranks(_largest_of_stage, WATCHED, ONE)
     assert largest == max(alone)
-    for reduced, most in run_on(_largest_of_stage, WATCHED, topology):
+    for reduced, most in on_ranks(_largest_of_stage, WATCHED, topology):
         assert reduced == pytest.approx(alone, rel=1e-5)
         assert most == pytest.approx(largest, rel=1e-5)
 
@@ -170,7 +171,7 @@ def _clipped_forward(
     """The largest logit of each attention before and after a clip, without a step
     between.
     """
-    built = _watched(case, Topology())
+    built = _watched(case, ONE)
     for name, param in built.params.items():
         for end, value in values.items():
             if name.endswith(end):
@@ -203,15 +204,17 @@ def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit(
     made of is scaled, too, or is no part of it.
     """
     case = replace(WATCHED, optimizer="adam", **changes, **_clips(flag, 0.05))
-    require(case, Topology())
-    (before, after) = run_alone(_clipped_forward, case, values)
+    lacking = lacks(case, ONE)
+    if lacking:
+        pytest.skip(lacking)
+    ((before, after),) = run(_clipped_forward, 1, case, values)
     assert before[0] > 2 * 0.05
     assert after[0] == pytest.approx(0.05, rel=1e-4)
 
 
 def _trained_with_biases(case: Case) -> tuple[list[float], list[float]]:
     """Of each step the largest logit of the first layer, and the norm of its weight."""
-    built = _watched(case, Topology())
+    built = _watched(case, ONE)
     attention = next(attentions(built))
     attention.linear_qkv.bias.data.fill_(3.0)
     logits: list[float] = []
@@ -239,7 +242,7 @@ def test_weights_do_not_shrink_where_biases_make_the_logit(
     limit = 10.0
     changes = _clips(flag, limit)
     case = replace(WATCHED, optimizer=optimizer, lr=1e-3, steps=8, **changes)
-    (logits, norms) = run_alone(_trained_with_biases, case)
+    ((logits, norms),) = run(_trained_with_biases, 1, case)
     assert logits[0] > 3 * limit
     # each step has another batch, and a step's growth
     assert max(logits[1:]) < 1.5 * limit
@@ -250,14 +253,14 @@ def test_weights_do_not_shrink_where_biases_make_the_logit(
     VERSION < (0, 16), reason="this core has no log_max_attention_logit"
 )
 def test_logits_are_logged_alone_by_megatrons_flag() -> None:
-    value = run_alone(_logged)
-    (other,) = run_on(_largest_of_stage, WATCHED, Topology())
+    (value,) = run(_logged, 1)
+    (other,) = on_ranks(_largest_of_stage, WATCHED, ONE)
     assert value == (other[1], True)
 
 
 def _logged() -> tuple[float, bool]:
     with installed():
-        built = build(replace(WATCHED, muon=()), Topology())
+        built = build(Case(bf16=False), ONE)
         built.chunks[0].config.log_max_attention_logit = True
         for param in built.params.values():
             param.data.mul_(3.0)
@@ -276,12 +279,12 @@ def _logged() -> tuple[float, bool]:
 
 @pytest.mark.skipif(VERSION < (0, 16), reason="this core has no clip_qk")
 def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
-    (largest, logged) = run_alone(_logged_after_a_step)
+    ((largest, logged),) = run(_logged_after_a_step, 1)
     assert largest == logged > 0.05
 
 
 def _logged_after_a_step() -> tuple[float, float]:
-    built = _watched(WATCHED.with_muon(qk_clip=0.05), Topology())
+    built = _watched(WATCHED.with_muon(qk_clip=0.05), ONE)
     _forward(built, 0)
     largest = max(max(each.tolist()) for each in _maxima(built))
     built.optimizer.qk_clip.apply()

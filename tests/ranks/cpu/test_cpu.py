@@ -20,7 +20,7 @@ from megatron_muon.cpu.fused_adam import FusedAdam
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
 from support.models.gpt_model import transformer_config
 from support.processes import printed
-from support.ranks import RankError, run, run_alone
+from support.ranks import RankError, run
 from support.runs.cases import GROUPS, HEAD_SIZE, HEADS
 from support.runs.cases import SEQUENCE as LENGTH
 from support.runs.spawned_child import seen
@@ -257,7 +257,7 @@ def test_attention_over_parts_of_the_sequence(given: str, causal: bool) -> None:
     """With grouped queries and each form of mask. Sums of up to 32 terms in 5
     products.
     """
-    _, *expected = run_alone(_attend, 1, given, causal)
+    _, *expected = run(_attend, 1, 1, given, causal)[0]
     parts = run(_attend, 2, 2, given, causal)
     for i, whole in enumerate(expected, 1):
         joined = numpy.empty_like(whole)

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.models.gpt import Case, Topology, start, take_steps
+from support.models.gpt import Case, start, take_steps
 from support.processes import environment
 from support.ranks import run
+from support.runs.topologies import DP2_OVERLAP
 
 RANK = """
 import sys
@@ -45,7 +46,7 @@ OTHERWISE = {
 
 def digest() -> str:
     """Of this rank's weights after two steps."""
-    built = start(Case(gated=True), Topology(1, 1, 2, overlap=True))
+    built = start(Case(gated=True), DP2_OVERLAP)
     take_steps(built, range(2))
     bits = hashlib.sha256()
     for chunk in built.chunks:

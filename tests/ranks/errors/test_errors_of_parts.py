@@ -17,25 +17,27 @@ from support.models.gpt import (
     are_unchanged,
     build,
     error_of_optimizer,
+    error_of_start,
     held,
+    on_ranks,
     prepare_step,
     printed_by,
     start,
-    take_step,
+    stepped,
     take_steps,
 )
 from support.models.gpt_model import layer_spec
-from support.ranks import error_of, run, run_alone, run_on
+from support.ranks import error_of, run
+from support.runs.topologies import DP2_EP2, ONE, PP2, TP2, TP2_PP2
 
-CASE = Case(layers=2, steps=1)
+CASE = Case(steps=1)
 
 
 def _bad_gradient(
     case: Case, topology: Topology, bad: float, where: str
 ) -> dict[str, Any]:
     """One bad element on one rank; the error as text, and whether anything changed."""
-    built = start(case, topology)
-    take_step(built, 0)
+    built = stepped(case, topology, 1)
     before = held(built)["shards"]
     prepare_step(built, 1)
     owned = where in held(built)["shards"] and built.tp_rank == 0
@@ -48,7 +50,7 @@ def _bad_gradient(
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0], ids=["", "clip"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "where",
     ["decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"],
@@ -56,8 +58,7 @@ def _bad_gradient(
 def test_a_bad_gradient_is_an_error_everywhere_and_changes_nothing(
     where: str, bad: float, clip: float
 ) -> None:
-    topology = Topology(tp=2, pp=2, dp=1)
-    results = run(_bad_gradient, 4, replace(CASE, clip=clip), topology, bad, where)
+    results = on_ranks(_bad_gradient, replace(CASE, clip=clip), TP2_PP2, bad, where)
     _check_bad_gradient(results, where)
 
 
@@ -65,10 +66,9 @@ def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> No
     """Its optimizer is the second of the chain; the first would have stepped by
     then.
     """
-    topology = Topology(dp=2, ep=2)
     where = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
     case = replace(CASE, moe=True)
-    results = run_on(_bad_gradient, case, topology, float("nan"), where)
+    results = on_ranks(_bad_gradient, case, DP2_EP2, float("nan"), where)
     _check_bad_gradient(results, where)  # with the expert's number over all EP ranks
 
 
@@ -79,16 +79,13 @@ def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does
     such limit.
     """
     where = "decoder.layers.0.mlp.linear_fc1.weight"
-    topology = Topology(tp=2)
-    results = run_on(_bad_gradient, CASE, topology, -2e37, where)
+    results = on_ranks(_bad_gradient, CASE, TP2, -2e37, where)
     _check_bad_gradient(results, where)
     assert all("beyond ±1.7e+37" in result["text"] for result in results)
     for case, name, bad in ((CASE, where, 1.6e37), (CASE, "output_layer.weight", 2e37)):
-        for result in run_on(_bad_gradient, case, topology, bad, name):
+        for result in on_ranks(_bad_gradient, case, TP2, bad, name):
             assert result["text"] == "no error"
-    for result in run(
-        _bad_gradient, 2, replace(CASE, clip=1.0), topology, 1.6e37, where
-    ):
+    for result in on_ranks(_bad_gradient, replace(CASE, clip=1.0), TP2, 1.6e37, where):
         assert (
             result["same"] and "their norm is Inf, so clip_grad would" in result["text"]
         )
@@ -104,25 +101,24 @@ def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
         assert "NaN or Inf" in result["text"] and short in result["text"]
 
 
-def _error_of_patterns(settings: dict[str, tuple[Any, ...]]) -> str:
-    case = CASE.with_muon(**settings)
-    return error_of(lambda: start(case, Topology(pp=2)))
+def _errors_of_patterns(**settings: tuple[Any, ...]) -> list[str]:
+    return on_ranks(error_of_start, CASE.with_muon(**settings), PP2)
 
 
 def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() -> None:
-    for text in run(_error_of_patterns, 2, {"muon_exclude": ("*.linear_fc3.*",)}):
+    for text in _errors_of_patterns(muon_exclude=("*.linear_fc3.*",)):
         assert text.startswith(
             "ValueError: '*.linear_fc3.*' in muon_exclude (--muon-exclude) "
         )
-    for text in run(_error_of_patterns, 2, {"wd_mults": (("nothing*", 0.5),)}):
+    for text in _errors_of_patterns(wd_mults=(("nothing*", 0.5),)):
         assert (
             "'nothing*' in wd_mults (--muon-wd-mult) matches no parameter of the model"
             in text
         )
     # of one stage only: no error
-    assert run(
-        _error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}
-    ) == 2 * ["no error"]
+    assert _errors_of_patterns(muon_include=("output_layer.weight",)) == 2 * [
+        "no error"
+    ]
 
 
 DENSE = (
@@ -140,7 +136,7 @@ def _only_experts_train(case: Case) -> tuple[str, list[float]]:
     overflows.
     """
     try:
-        built, printed = printed_by(lambda: start(case, Topology(dp=2, ep=2)))
+        built, printed = printed_by(lambda: start(case, DP2_EP2))
     except ValueError as error:
         return f"ValueError: {error}", []
     assert [each.is_stub_optimizer for each in built.optimizer.chained_optimizers] == [
@@ -173,7 +169,7 @@ def test_where_only_experts_train_patterns_are_checked_and_the_share_is_said() -
 
 
 def _frozen_too_late() -> str:
-    built = build(CASE, Topology(pp=2))
+    built = build(CASE, PP2)
     if built.pp_rank == 0:
         built.params["decoder.layers.0.mlp.linear_fc1.weight"].requires_grad_(False)
     return error_of_optimizer(built)
@@ -194,7 +190,7 @@ def _of_a_mimo_model() -> str:
     from megatron.core.models.mimo import MimoModel, MimoModelConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    built = build(CASE, Topology())
+    built = build(CASE, ONE)
     config = built.ddp.config
     config.log_max_attention_logit = True  # whether logits are watched is asked first
     sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
@@ -208,7 +204,7 @@ def _of_a_mimo_model() -> str:
 
 
 def test_a_model_that_is_no_ddp_chunk_is_named() -> None:
-    text = run_alone(_of_a_mimo_model)
+    (text,) = run(_of_a_mimo_model, 1)
     assert text.startswith(
         "NotImplementedError: optimizer='muon' does not support MimoModel yet"
     )

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from support.models.gpt import (
     Built,
     Case,
-    Topology,
     are_unchanged,
     held,
-    inner_optimizers,
     prepare_step,
     start,
+    stepped,
     take_step,
 )
 from support.ranks import error_of, run
+from support.runs.topologies import ONE, TP2
 
 CASE = Case(layers=1)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -32,10 +32,10 @@ NUMBERS = [None, "1e-3", float("inf"), float("nan")]
 
 def _set(built: Built, key: str, value: Any, of_muon: bool) -> None:
     """In the groups with Muon's parameters, or in the others."""
-    for inner in inner_optimizers(built.optimizer):
-        for group in inner.param_groups:
-            if any(map(inner.muon.owns, group["params"])) is of_muon:
-                group[key] = value
+    owns = built.part.muon.owns
+    for group in built.param_groups:
+        if any(map(owns, group["params"])) is of_muon:
+            group[key] = value
 
 
 def _error(
@@ -44,8 +44,7 @@ def _error(
     """The error of a second step, with that value on a rank or on all; whether all
     stayed.
     """
-    built = start(case, Topology(tp=2))
-    take_step(built, 0)
+    built = stepped(case, TP2, 1)
     before = held(built)["shards"]
     prepare_step(built, 1)
     if where in (None, dist.get_rank()):
@@ -57,7 +56,7 @@ def _error(
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
-@pytest.mark.parametrize("value", NUMBERS, ids=str)
+@pytest.mark.parametrize("value", NUMBERS)
 def test_a_value_that_is_no_finite_number_is_an_error_before_the_step(
     key: str, value: Any
 ) -> None:
@@ -87,11 +86,11 @@ def test_a_value_of_adamws_groups_is_an_error_before_muons_part() -> None:
 
 
 def _dropped() -> str:
-    built = start(CASE, Topology(tp=2))
+    built = start(CASE, TP2)
     if dist.get_rank() == 0:
-        for inner in inner_optimizers(built.optimizer):
-            for group in inner.param_groups:
-                group["params"] = [p for p in group["params"] if not inner.muon.owns(p)]
+        owns = built.part.muon.owns
+        for group in built.param_groups:
+            group["params"] = [p for p in group["params"] if not owns(p)]
     return error_of(partial(take_step, built, 0))
 
 
@@ -106,15 +105,12 @@ def test_parameters_that_no_group_has_any_more_are_named_on_all_ranks() -> None:
 
 def _by_tensors(in_tensors: bool) -> dict[str, Any]:
     """What two steps leave, with rates and decays in tensors or not."""
-    built = start(CASE, Topology())
+    built = start(CASE, ONE)
     for step in range(2):
         prepare_step(built, step)
-        for inner in inner_optimizers(built.optimizer) if in_tensors else ():
-            for group in inner.param_groups:
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-                group["weight_decay"] = torch.tensor(
-                    group["weight_decay"], dtype=torch.float64
-                )
+        for group in built.param_groups if in_tensors else ():
+            for key in ("lr", "weight_decay"):
+                group[key] = torch.tensor(group[key], dtype=torch.float64)
         ok, *_ = built.optimizer.step()
         assert ok
     return held(built)

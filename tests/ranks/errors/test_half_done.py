@@ -4,7 +4,6 @@ load.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,28 +17,35 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint.chain import HALF_LOADED
-from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
-from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from megatron_muon.rules.muon import Foreach
 from megatron_muon.runtime.engine import HALF_STEPPED
-from support.checkpoints.saving import TORCH_DIST, load, save, save_new, spoil, unequal
+from support.checkpoints.saving import (
+    formats,
+    load,
+    reading_the_other,
+    save,
+    save_new,
+    spoil,
+    unequal,
+)
 from support.models.gpt import (
     Built,
     Case,
     Topology,
     are_unchanged,
-    distributed_optimizers,
     held,
     inner_optimizers,
+    on_ranks,
     prepare_step,
     start,
+    stepped,
     take_step,
     take_steps,
 )
-from support.ranks import error_of, run, run_alone
+from support.ranks import error_of, run
+from support.runs.topologies import DP2, DP2_EP2, ONE, TP2
 
-ROUNDS = (("round_bytes", 1),)  # one for each matrix
-DENSE = Case(muon=ROUNDS)
+DENSE = Case().with_muon(round_bytes=1)  # a round for each matrix
 EXPERTS = replace(DENSE, moe=True)
 LOST = "lost in the middle"
 
@@ -77,17 +83,16 @@ PLACES: dict[str, Callable[[Built], tuple[Any, str, int]]] = {
 
 def _rounds(built: Built) -> int:
     """Of the first optimizer: the second has started its own when the last one ends."""
-    return len(distributed_optimizers(built.optimizer)[0].muon.rounds)
+    return len(built.parts[0].muon.rounds)
 
 
 def _after_a_half_step(
-    case: Case, topology: Topology, where: str, format: str, folder: str
+    case: Case, topology: Topology, where: str, format: str, folder: Path
 ) -> tuple[list[str], list[str]]:
     """Errors of a step that fails, of the next one and of saves; then what a load did
     not heal.
     """
-    built = start(case, topology)
-    take_step(built, 0)
+    built = stepped(case, topology, 1)
     save(built, f"{folder}/good", format)
     take_step(built, 1)
     expected = held(built)
@@ -102,32 +107,30 @@ def _after_a_half_step(
     ]
     load(built, f"{folder}/good", format)
     take_step(built, 1)
-    return errors, unequal(expected, held(built), "after a load: ")
+    return errors, unequal(expected, held(built), "after a load: ", log=False)
 
 
 @pytest.mark.parametrize("where", PLACES)
 def test_half_a_step_is_refused_until_a_load(where: str, tmp_path: Path) -> None:
-    check_half_step(DENSE, Topology(tp=2), where, "torch", tmp_path)
+    check_half_step(DENSE, TP2, where, formats()[-1], tmp_path)
 
 
 def test_half_a_step_before_that_of_experts_is_refused_until_a_load(
     tmp_path: Path,
 ) -> None:
     """Theirs has begun by then, with the gradients of that step."""
-    check_half_step(EXPERTS, Topology(dp=2, ep=2), "last update", "torch", tmp_path)
+    check_half_step(EXPERTS, DP2_EP2, "last update", formats()[-1], tmp_path)
 
 
-@pytest.mark.parametrize("format", TORCH_DIST)
+@pytest.mark.parametrize("format", formats()[:-1])
 def test_every_format_heals_half_a_step(format: str, tmp_path: Path) -> None:
-    check_half_step(DENSE, Topology(dp=2), "update", format, tmp_path)
+    check_half_step(DENSE, DP2, "update", format, tmp_path)
 
 
 def check_half_step(
     case: Case, topology: Topology, where: str, format: str, folder: Path
 ) -> None:
-    for name in ("good", "bad"):
-        (folder / name).mkdir()
-    results = run(_after_a_half_step, 2, case, topology, where, format, str(folder))
+    results = on_ranks(_after_a_half_step, case, topology, where, format, folder)
     for (first, *later), unlike in results:
         assert LOST in first
         for text in later:
@@ -136,9 +139,9 @@ def check_half_step(
 
 
 def _of_one_rank() -> list[str]:
-    built = start(DENSE, Topology(tp=2))
+    built = start(DENSE, TP2)
     if dist.get_rank() == 1:
-        part = type(distributed_optimizers(built.optimizer)[0])
+        part = type(built.parts[0])
         with failing_at(part, "_copy_main_params_to_model_params", 0):
             first = error_of(partial(take_step, built, 0))
     else:
@@ -164,7 +167,7 @@ def _scales(case: Case, fails: bool) -> list[float]:
     """The loss scales of a run, with or without an error once the dense part has its
     vote.
     """
-    built = start(case, Topology(dp=2, ep=2))
+    built = start(case, DP2_EP2)
     if fails:
         experts = type(built.optimizer.chained_optimizers[-1])
         prepare_step(built, 0)
@@ -180,23 +183,19 @@ def test_an_error_between_two_votes_on_overflow_leaves_the_next_ones_as_they_are
 ):
     """The experts' vote of a step would be counted in the next one."""
     overflow = ((1, "*.local_experts.3.linear_fc1.weight"),)
-    case = Case(bf16=False, fp16=True, moe=True, overflow=overflow, steps=3)
+    case = Case(bf16=False, fp16=True, moe=True, overflow=overflow)
     assert run(_scales, 2, case, True) == run(_scales, 2, case, False)
 
 
 # --- loads ----------------------------------------------------------------------------
 
 
-def _settings_of(case: Case) -> dict[str, Any]:
-    return dataclasses.asdict(case.settings)
-
-
-def _read(built: Built, case: Case, folder: str) -> dict[str, Any]:
+def _read(built: Built, folder: Path) -> dict[str, Any]:
     """What a step leaves after a load of Muon's checkpoint into AdamW."""
     spoil(built)
-    with reading_muon(built.optimizer, _settings_of(case)):
-        load(built, f"{folder}/muon", "torch")
-    take_step(built, case.steps)
+    with reading_the_other(built):
+        load(built, f"{folder}/muon", formats()[-1])
+    take_step(built, built.case.steps)
     return held(built)
 
 
@@ -204,20 +203,19 @@ def _classes(built: Built) -> list[type]:
     return [type(built.optimizer), *map(type, built.optimizer.chained_optimizers)]
 
 
-def _into_adamw(case: Case, topology: Topology, folder: str, loads: bool) -> list[str]:
+def _into_adamw(case: Case, topology: Topology, folder: Path, loads: bool) -> list[str]:
     """Errors after one within ``reading_muon``; then what a second try does not do as a
     first.
     """
-    format = "torch"
+    format = formats()[-1]
     adam = replace(case, optimizer="adam")
     save_new(case, topology, format, f"{folder}/muon")
-    read = _read(start(adam, topology), case, folder)
-    built = start(adam, topology)
-    take_step(built, 0)
+    read = _read(start(adam, topology), folder)
+    built = stepped(adam, topology, 1)
     untouched = held(built)
     built = start(adam, topology)
     classes = _classes(built)
-    with suppress(ZeroDivisionError), reading_muon(built.optimizer, _settings_of(case)):
+    with suppress(ZeroDivisionError), reading_the_other(built):
         if loads:
             load(built, f"{folder}/muon", format)
         raise ZeroDivisionError
@@ -228,57 +226,46 @@ def _into_adamw(case: Case, topology: Topology, folder: str, loads: bool) -> lis
     if not loads:
         errors += ["another class"] * (_classes(built) != classes)
         errors += unequal(untouched, held(built), "undone: ")
-    with suppress(ZeroDivisionError), reading_muon(built.optimizer, _settings_of(case)):
+    with suppress(ZeroDivisionError), reading_the_other(built):
         raise ZeroDivisionError  # another one, which has loaded nothing
     errors.append(error_of(built.optimizer.state_dict))
-    again = _read(built, case, folder)
-    return [*errors, *unequal(read, again, "at a second try: ")]
+    again = _read(built, folder)
+    return [*errors, *unequal(read, again, "at a second try: ", log=False)]
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["", "loaded"])
-@pytest.mark.parametrize(
-    ("case", "topology"),
-    [(DENSE, Topology(dp=2)), (EXPERTS, Topology(dp=2, ep=2))],
-    ids=["dense", "experts"],
-)
+@pytest.mark.parametrize(("case", "topology"), [(DENSE, DP2), (EXPERTS, DP2_EP2)])
 def test_an_error_within_reading_muon_is_undone_or_refused(
     case: Case, topology: Topology, loads: bool, tmp_path: Path
 ) -> None:
-    for name in ("muon", "adamw"):
-        (tmp_path / name).mkdir()
     refused = f"RuntimeError: {HALF_LOADED}"
-    for errors in run(_into_adamw, 2, case, topology, str(tmp_path), loads):
+    for errors in on_ranks(_into_adamw, case, topology, tmp_path, loads):
         assert errors == [refused if loads else "no error"] * 3
 
 
-def _heals_by_adamws_own(folder: str) -> list[str]:
+def _heals_by_adamws_own(folder: Path) -> list[str]:
     """A checkpoint of AdamW's is loaded after half of Muon's."""
-    format = "torch"
+    format = formats()[-1]
     adam = replace(DENSE, optimizer="adam")
-    expected = save_new(adam, Topology(), format, f"{folder}/adamw")
-    save_new(DENSE, Topology(), format, f"{folder}/muon")
-    built = start(adam, Topology())
-    with (
-        suppress(ZeroDivisionError),
-        reading_muon(built.optimizer, _settings_of(DENSE)),
-    ):
+    expected = save_new(adam, ONE, format, f"{folder}/adamw")
+    save_new(DENSE, ONE, format, f"{folder}/muon")
+    built = start(adam, ONE)
+    with suppress(ZeroDivisionError), reading_the_other(built):
         load(built, f"{folder}/muon", format)
         raise ZeroDivisionError
     load(built, f"{folder}/adamw", format)
-    unlike = unequal(expected, held(built), "")
+    unlike = unequal(expected, held(built), "", log=False)
     take_step(built, adam.steps)
     return unlike
 
 
 def test_adamws_own_checkpoint_heals_half_a_load_of_muons(tmp_path: Path) -> None:
-    for name in ("muon", "adamw"):
-        (tmp_path / name).mkdir()
-    assert run(_heals_by_adamws_own, 1, str(tmp_path)) == [[]]
+    assert run(_heals_by_adamws_own, 1, tmp_path) == [[]]
 
 
 def _nothing_read() -> list[str]:
-    built = start(replace(DENSE, optimizer="adam"), Topology())
-    with reading_muon(built.optimizer, _settings_of(DENSE)):
+    built = start(replace(DENSE, optimizer="adam"), ONE)
+    with reading_the_other(built):
         pass
     return [type(built.optimizer).__name__, error_of(partial(take_step, built, 0))]
 
@@ -287,18 +274,15 @@ def test_reading_muon_without_a_load_leaves_adamw_as_it_was() -> None:
     assert run(_nothing_read, 1) == [["ChainedOptimizer", "no error"]]
 
 
-def _into_muon(folder: str, spoils: bool) -> list[str]:
+def _into_muon(folder: Path, spoils: bool) -> list[str]:
     """Errors after one within ``reading_adamw``, or at its end; then after a whole
     load.
     """
-    format = "torch"
+    format = formats()[-1]
     adam = replace(DENSE, optimizer="adam")
-    save_new(adam, Topology(), format, f"{folder}/adamw")
-    built = start(DENSE, Topology())
-    with (
-        suppress(ZeroDivisionError, ValueError),
-        reading_adamw(built.optimizer, "momentum"),
-    ):
+    save_new(adam, ONE, format, f"{folder}/adamw")
+    built = start(DENSE, ONE)
+    with suppress(ZeroDivisionError, ValueError), reading_the_other(built):
         load(built, f"{folder}/adamw", format)
         if not spoils:
             raise ZeroDivisionError
@@ -308,7 +292,7 @@ def _into_muon(folder: str, spoils: bool) -> list[str]:
     step = partial(take_step, built, 0)
     saves = partial(save, built, f"{folder}/muon", format)
     errors = [error_of(step), error_of(saves)]
-    with reading_adamw(built.optimizer, "momentum"):
+    with reading_the_other(built):
         load(built, f"{folder}/adamw", format)
     return [*errors, error_of(step), error_of(saves)]
 
@@ -317,8 +301,6 @@ def _into_muon(folder: str, spoils: bool) -> list[str]:
 def test_an_error_of_reading_adamw_is_refused_until_a_load(
     spoils: bool, tmp_path: Path
 ) -> None:
-    for name in ("muon", "adamw"):
-        (tmp_path / name).mkdir()
     refused = f"RuntimeError: {HALF_LOADED}"
-    errors = run_alone(_into_muon, str(tmp_path), spoils)
+    (errors,) = run(_into_muon, 1, tmp_path, spoils)
     assert errors == [refused, refused, "no error", "no error"]

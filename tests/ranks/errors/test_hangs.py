@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from support.models.gpt import Case, Topology, start, take_step
+from support.models.gpt import Case, Topology, stepped, take_step
 from support.ranks import run
+from support.runs.topologies import DP4, TP2_DP2, TP2_PP2
 
 CASE = Case(steps=2)
 TIMEOUT = 6.0  # of the process groups, in seconds
@@ -94,10 +95,9 @@ def _step_with_a_failing_rank(
     """
     shared: Any = SHARED.get(phase, ())
     with _short_timeout():
-        built = start(replace(CASE, muon=shared), topology)
-    take_step(built, 0)
+        built = stepped(replace(CASE, muon=shared), topology, 1)
     if dist.get_rank() == 1:
-        (megatron,) = built.optimizer.chained_optimizers
+        megatron = built.part
         for round in megatron.muon.rounds:
             assert hasattr(round.rule, PHASES[phase][1])
             setattr(round.rule, PHASES[phase][1], lambda *args: _fail(how, ended))
@@ -115,16 +115,15 @@ def _step_with_a_failing_rank(
 @pytest.mark.parametrize(
     ("phase", "how", "topology"),
     [
-        ("muon/gather", "raise", Topology(tp=2, dp=2)),
-        ("muon/gather", "stop", Topology(tp=2, dp=2)),
-        ("muon/scatter", "raise", Topology(tp=2, dp=2)),
-        ("muon/scatter", "stop", Topology(tp=2, dp=2)),
+        ("muon/gather", "raise", TP2_DP2),
+        ("muon/gather", "stop", TP2_DP2),
+        ("muon/scatter", "raise", TP2_DP2),
+        ("muon/scatter", "stop", TP2_DP2),
         # a group of our own
         ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),
-        ("muon/turn", "raise", Topology(dp=4)),
-        ("muon/share", "stop", Topology(tp=2, dp=2)),
+        ("muon/turn", "raise", DP4),
+        ("muon/share", "stop", TP2_DP2),
     ],
-    ids=str,
 )
 def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
     phase: str, how: str, topology: Topology, tmp_path: Path
@@ -155,10 +154,9 @@ def _error_on_every_stage(topology: Topology, ended: Path) -> str:
     stops.
     """
     with _short_timeout():
-        built = start(replace(CASE, steps=3), topology)
-    take_step(built, 0)
+        built = stepped(replace(CASE, steps=3), topology, 1)
     if dist.get_rank() == 1:
-        for megatron in built.optimizer.chained_optimizers:
+        for megatron in built.parts:
             for round in megatron.muon.rounds:
                 round.rule._orthogonalize_stack = lambda *args: _stop(ended)
     for step in (1, 2):
@@ -172,7 +170,7 @@ def _error_on_every_stage(topology: Topology, ended: Path) -> str:
 
 def test_other_stages_end_in_the_norm_of_their_next_step(tmp_path: Path) -> None:
     """In a run they may wait for Megatron's next batch before that, and end there."""
-    first, _, *others = run(_error_on_every_stage, 4, Topology(tp=2, pp=2), tmp_path)
+    first, _, *others = run(_error_on_every_stage, 4, TP2_PP2, tmp_path)
     assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
     for text in others:
         assert text.startswith("step 2: PhaseError: grads/norm: rank "), text

@@ -14,8 +14,9 @@ from megatron_muon import MuonConfig
 from support.installed import VERSION, installed
 from support.models.clipped import attentions
 from support.models.gpt import build, optimizer_config
-from support.ranks import error_of, run_alone
-from support.runs.cases import Case, Topology
+from support.ranks import error_of, run
+from support.runs.cases import Case
+from support.runs.topologies import ONE
 
 MUON = Case(steps=1)
 ADAM = Case(steps=1, optimizer="adam")
@@ -121,7 +122,7 @@ def test_what_cannot_be_clipped_is_refused(which: str) -> None:
     case, name, value, says = REFUSED[which]
     if case.qk_clip and VERSION < (0, 16):
         pytest.skip("this core has no --qk-clip")
-    error = run_alone(_error, case, name, value, {} if which in MEGATRONS else OURS)
+    (error,) = run(_error, 1, case, name, value, {} if which in MEGATRONS else OURS)
     assert says in error and any(
         way in error
         for way in ("run without", "must be", "or drop it", "Use only one of the two")
@@ -131,7 +132,7 @@ def test_what_cannot_be_clipped_is_refused(which: str) -> None:
 def _error(case: Case, name: str, value: Any, settings: dict[str, float]) -> str:
     from megatron.core import optimizer
 
-    built = build(case, Topology())
+    built = build(case, ONE)
     config = optimizer_config(built)
     where, _, setting = name.partition(".")
     if value == RELATIVE:

@@ -19,8 +19,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_muon import MuonConfig
 from support.installed import installed
-from support.models.gpt import Case, Topology, build, error_of_building
+from support.models.gpt import Case, build, error_of_building
 from support.ranks import error_of, run
+from support.runs.topologies import DP2
 from support.settings import OTHERS
 
 # What both ranks ask for, where it is not that rank 1 alone asks for another value.
@@ -29,10 +30,7 @@ BOTH["momentum_start"] = [
     {"momentum_warmup": 3},
     {"momentum_warmup": 3, "momentum_start": 0.5},
 ]
-BOTH["radii"] = [
-    {"rule": "hyperball"},
-    {"rule": "hyperball", "radii": OTHERS["radii"]},
-]
+BOTH["radii"] = [{"rule": "hyperball"}, {"rule": "hyperball", "radii": OTHERS["radii"]}]
 for moment in ("moment2_beta2", "moment2_eps"):
     of_rule = {"rule": "normuon"}
     BOTH[moment] = [of_rule, {**of_rule, moment: OTHERS[moment]}]
@@ -54,7 +52,6 @@ FIELDS = [
     *(("model", name) for name in ("qk_clip", "log_max_attention_logit")),
 ]
 CASE = Case(layers=1, steps=1)
-TOPOLOGY = Topology(dp=2)
 
 
 def _another(value: Any) -> Any:
@@ -89,7 +86,7 @@ def _config(optimizer: str = "muon") -> OptimizerConfig:
 
 def _errors() -> dict[tuple[str, str], str]:
     """This rank's error for each of ``FIELDS``, which is another on rank 1."""
-    chunk = build(CASE, TOPOLOGY).ddp
+    chunk = build(CASE, DP2).ddp
     odd = dist.get_rank() == 1
     texts = {}
     with installed():
@@ -135,7 +132,7 @@ def _let_the_other_come_first() -> None:
 
 def _error_among_adamws(asks: str) -> str:
     """Rank 1 asks nothing of the plugin, and comes later."""
-    chunk = build(CASE, TOPOLOGY).ddp
+    chunk = build(CASE, DP2).ddp
     odd = dist.get_rank() == 1
     if odd:
         _let_the_other_come_first()
@@ -230,9 +227,9 @@ def _without_a_kernel() -> str:
 
     missing = matmul.KernelError.of(ImportError("it is not installed"), "triton")
     if dist.get_rank() == 0:
-        return error_of_building(CASE, TOPOLOGY, {})
+        return error_of_building(CASE, DP2, {})
     with mock.patch.object(matmul, "multiplies_bf16", side_effect=missing):
-        return error_of_building(CASE, TOPOLOGY, {})
+        return error_of_building(CASE, DP2, {})
 
 
 def test_a_kernel_that_one_node_lacks_ends_all_ranks() -> None:

@@ -24,6 +24,15 @@ from megatron_muon.mcore.routing.param_routing import ADAPTERS
 from support import te_on_cpu
 from support.models import gpt
 from support.models.gpt import Case, Topology, trained
+from support.runs.topologies import (
+    DP2_EP2,
+    ONE,
+    PP2_DP2,
+    PP2_DP2_EP2,
+    TP2_DP2,
+    TP2_DP2_EP2,
+    TP2_DP2_EP2_ETP1,
+)
 from support.runs.whole import Whole, differences
 
 RANK = 8
@@ -118,7 +127,7 @@ def _lora(targets: tuple[str, ...]) -> Iterator[None]:
 
 @cache
 def _one_process(case: Case, targets: tuple[str, ...]) -> Whole:
-    return trained(case, Topology(), partial(_lora, targets))
+    return trained(case, ONE, partial(_lora, targets))
 
 
 def _check(case: Case, targets: tuple[str, ...], topology: Topology) -> Whole:
@@ -132,20 +141,12 @@ def _check(case: Case, targets: tuple[str, ...], topology: Topology) -> Whole:
     return whole
 
 
-@pytest.mark.parametrize("topology", [Topology(2, 1, 2), Topology(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("topology", [TP2_DP2, PP2_DP2])
 def test_adapters_over_a_frozen_base(topology: Topology) -> None:
     _check(CASE, DENSE, topology)
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [
-        Topology(dp=2, ep=2),
-        Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True),
-        Topology(2, 1, 2, ep=2, sequence_parallel=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("topology", [DP2_EP2, TP2_DP2_EP2_ETP1, TP2_DP2_EP2])
 def test_experts_adapters_alone(topology: Topology) -> None:
     """Nothing dense trains. Expert TP splits the factors as Megatron's marks say."""
     _check(MOE, EXPERTS, topology)
@@ -153,7 +154,7 @@ def test_experts_adapters_alone(topology: Topology) -> None:
 
 def test_a_stage_in_which_nothing_trains() -> None:
     """The first one has no experts."""
-    _check(replace(MOE, dense_layers=1), EXPERTS, Topology(1, 2, 2, ep=2))
+    _check(replace(MOE, dense_layers=1), EXPERTS, PP2_DP2_EP2)
 
 
 @pytest.mark.skipif(not _is_bridge_here(), reason="no Megatron-Bridge on the path")
@@ -162,4 +163,4 @@ def test_an_adapter_that_all_experts_of_a_layer_share() -> None:
     same steps.
     """
     grouped = ("*.experts.linear_fc1", "*.experts.linear_fc2")
-    _check(replace(MOE, grouped="te"), grouped, Topology(dp=2, ep=2))
+    _check(replace(MOE, grouped="te"), grouped, DP2_EP2)

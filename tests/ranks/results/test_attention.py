@@ -17,9 +17,10 @@ import torch
 
 import megatron_muon
 from support.installed import VERSION
-from support.models.gpt import Case, Topology, distributed_optimizers, printed_by, start
+from support.models.gpt import Case, Topology, printed_by, start
 from support.models.gpt_model import initialize_parallel_state, transformer_config
 from support.ranks import run
+from support.runs.topologies import TP2, TP2_PP2
 
 CASE = Case(steps=0)
 
@@ -109,7 +110,7 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     from megatron_muon.mcore.routing.matrices import matrices_of
     from megatron_muon.mcore.routing.param_routing import weights
     from megatron_muon.mcore.routing.routes import routes_of
-    from megatron_muon.mcore.routing.survey import names_of
+    from megatron_muon.mcore.routing.survey import share_of
     from megatron_muon.planning.describe import UNKNOWN_ROWS
 
     initialize_parallel_state(topology)
@@ -127,8 +128,8 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
         if fused and weight.param.dim() == 2:
             matrices = matrices_of(weight, settings).matrices
             rows[weight.name.split(".")[0]] = [matrix.rows for matrix in matrices]
-    names = names_of(routes_of([model], sizes, settings), settings)
-    return rows, names.get(UNKNOWN_ROWS, [])
+    remarks = share_of(routes_of([model], sizes, settings), settings).remarks
+    return rows, [name for remark, name in remarks if remark == UNKNOWN_ROWS]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -187,28 +188,22 @@ def _started(
     case = Case(steps=0).with_muon(split_qkv=split)
     with how():
         built, printed = printed_by(lambda: start(case, topology))
-    (part,) = distributed_optimizers(built.optimizer)
-    return len(part.muon.plan.matrices), printed.splitlines()
+    return len(built.part.muon.plan.matrices), printed.splitlines()
 
 
 def test_an_attention_by_another_name_has_as_many_matrices() -> None:
     """With ``split_qkv`` off two less in each of both layers."""
-    topology = Topology(tp=2)
-    ours, plain = (run(_started, 2, topology, how) for how in (renamed, nullcontext))
+    ours, plain = (run(_started, 2, TP2, how) for how in (renamed, nullcontext))
     assert [count for count, _ in ours] == [count for count, _ in plain] == [12, 12]
     assert not any("split_qkv" in line for _, lines in ours for line in lines)
-    assert [count for count, _ in run(_started, 2, topology, nullcontext, False)] == [
-        8,
-        8,
-    ]
+    assert [count for count, _ in run(_started, 2, TP2, nullcontext, False)] == [8, 8]
 
 
 def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run() -> (
     None
 ):
     """Of both layers, each on a stage of its own."""
-    topology = Topology(tp=2, pp=2)
-    said = [line for _, lines in run(_started, 4, topology, foreign) for line in lines]
+    said = [line for _, lines in run(_started, 4, TP2_PP2, foreign) for line in lines]
     (line,) = (line for line in said if "qkv" in line)
     assert line == (
         "[megatron_muon] unusual: split_qkv (--muon-no-split-qkv) has no effect on "
@@ -216,8 +211,6 @@ def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run
         "only of Megatron's SelfAttention and CrossAttention, so each is one matrix"
     )
     said = [
-        line
-        for _, lines in run(_started, 4, topology, foreign, False)
-        for line in lines
+        line for _, lines in run(_started, 4, TP2_PP2, foreign, False) for line in lines
     ]
     assert not any("qkv" in line for line in said)  # as it was asked for

@@ -13,12 +13,28 @@ import pytest
 import torch
 
 from support.expected.oracle import qkv_rows
-from support.models.gpt import HIDDEN, Case, Topology, check, start, trained, truth
-from support.ranks import error_of, run
+from support.models.gpt import (
+    Case,
+    Topology,
+    check,
+    error_of_start,
+    on_ranks,
+    trained,
+    truth,
+)
+from support.runs.topologies import (
+    DP2,
+    DP2_EP2,
+    DP3,
+    ONE,
+    PP2,
+    PP2_DP2,
+    TP2,
+    TP2_DP2,
+    TP2_DP2_OVERLAP,
+)
 
-ONE = Topology()
-BASE = (("ns_dtype", "fp32"),)
-CASE = Case(bf16=False, muon=BASE, steps=3)
+CASE = Case(bf16=False).with_muon(ns_dtype="fp32")
 FC1 = "*.linear_fc1.weight"
 FC2 = "*.linear_fc2.weight"
 PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
@@ -51,7 +67,7 @@ def of_whole_run(case: Case, settings: dict[str, Any]) -> Case:
         if key not in (*OF_CASE, "min_lr")
     }
     of_case = {key: settings[key] for key in OF_CASE if key in settings}
-    return replace(case.with_muon(**muon), **of_case)
+    return replace(case, **of_case).with_muon(**muon)
 
 
 def settings_of(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -92,7 +108,7 @@ KINDS = {
     "block steps": (
         CASE.with_muon(full_period=2, block_lr_mult=0.5),
         {**FEW, FC2: {"rms": 0.4}},
-        Topology(tp=2),
+        TP2,
     ),
     "namo": (CASE.with_muon(rule="namo"), FEW, ONE),
     "narrow momentum": (CASE.with_muon(momentum_dtype="int8"), FEW, ONE),
@@ -104,11 +120,7 @@ def test_a_matrix_has_the_settings_of_its_patterns_and_no_other(name: str) -> No
     held_to_whole_runs(*KINDS[name])
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [Topology(2, 1, 2, overlap=True), Topology(1, 2, 2), Topology(dp=3)],
-    ids=["tp2-dp2", "pp2-dp2", "dp3"],
-)
+@pytest.mark.parametrize("topology", [TP2_DP2_OVERLAP, PP2_DP2, DP3])
 def test_every_topology_has_the_bits_of_one_process(topology: Topology) -> None:
     check(with_table(CASE, TABLE), topology)
 
@@ -125,17 +137,17 @@ def test_experts_are_numbered_over_all_ranks() -> None:
     """As ``routes`` prints them, also in the rates of their groups."""
     case = replace(CASE, moe=True)
     held_to_whole_runs(case, EXPERTS)
-    check(with_table(case, EXPERTS), Topology(dp=2, ep=2))
+    check(with_table(case, EXPERTS), DP2_EP2)
 
 
-@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("topology", [ONE, TP2_DP2])
 def test_a_part_of_a_fused_weight_has_settings_of_its_own(topology: Topology) -> None:
     qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
     table = {f"{qkv}[v]": {"ns_steps": 8, "momentum": 0.8}}
     own = trained(with_table(CASE, table), topology)["params"][qkv]
     plain = truth(CASE)["params"][qkv]
     every = truth(of_whole_run(CASE, table[f"{qkv}[v]"]))["params"][qkv]
-    _, _, rows = qkv_rows(CASE.heads, CASE.groups, HIDDEN // CASE.heads)
+    _, _, rows = qkv_rows(CASE.heads, CASE.groups, CASE.head_size)
     others = sorted({*range(own.size(0))} - {*rows})
     assert own[rows].equal(every[rows]) and not own[rows].equal(plain[rows])
     assert own[others].equal(plain[others])
@@ -151,52 +163,47 @@ STEPS = {
 @pytest.mark.parametrize("iteration", ["standard", "auto"])
 def test_matrices_that_homes_share_have_steps_of_their_own(iteration: str) -> None:
     """To the rounding of another order of sums: each strip adds its own."""
-    case = CASE.with_muon(ns_iteration=iteration)
-    alone = truth(with_table(case, STEPS))["params"]
-    shared = with_table(case.with_muon(split_matrices=2, homes="local"), STEPS)
-    for name, value in trained(shared, Topology(dp=2))["params"].items():
+    case = with_table(CASE.with_muon(ns_iteration=iteration), STEPS)
+    alone = truth(case)["params"]
+    shared = case.with_muon(split_matrices=2, homes="local")
+    for name, value in trained(shared, DP2)["params"].items():
         torch.testing.assert_close(value, alone[name], rtol=1e-4, atol=1e-5)
 
 
-def _error(table: dict[str, dict[str, Any]], more: tuple[Any, ...]) -> str:
-    case = replace(CASE, muon=(*BASE, *more), moe=True)
-    return error_of(lambda: start(with_table(case, table), Topology(pp=2)))
-
-
 NAMES = "matches no parameter of"
-ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
-    "nothing": ({"nothing*": {"lr": 0.1}}, (), f"{NAMES} the model"),
-    "no matrix": ({"embedding.*": {"lr": 0.1, "ns_steps": 6}}, (), f"{NAMES} Muon's"),
-    "no such expert": ({EXPERT.format(9): {"lr": 0.1}}, (), NAMES),
-    "no such part": ({f"{FC1}[gate]": {"ns_steps": 6}}, (), f"{NAMES} Muon's"),
+ERRORS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any], str]] = {
+    "nothing": ({"nothing*": {"lr": 0.1}}, {}, NAMES),
+    "no matrix": ({"embedding.*": {"lr": 0.1, "ns_steps": 6}}, {}, NAMES),
+    "no such expert": ({EXPERT.format(9): {"lr": 0.1}}, {}, NAMES),
+    "no such part": ({f"{FC1}[gate]": {"ns_steps": 6}}, {}, NAMES),
     "rate of a part": (
         {"*.linear_qkv.weight[q]": {"lr": 0.1}},
-        (),
+        {},
         "lr=0.1 is of whole parameters",
     ),
     "radius of AdamW's": (
         {},
-        (("rule", "hyperball"), ("radii", (("embedding.*", 3.0),))),
+        {"rule": "hyperball", "radii": (("embedding.*", 3.0),)},
         "in radii (--muon-radius) matches no parameter of",
     ),
     "factor": (
         {PROJ: {"min_lr": 0.1}},
-        (("lr_mults", ((PROJ, 1.0),)),),
+        {"lr_mults": ((PROJ, 1.0),)},
         "min_lr=0.1 by by_pattern (--muon-for) and a factor by lr_mults",
     ),
     "factor of decay": (
         {PROJ: {"weight_decay": 0.1}},
-        (("wd_mults", ((PROJ, 2.0),)),),
+        {"wd_mults": ((PROJ, 2.0),)},
         "weight_decay=0.1 by by_pattern (--muon-for) and a factor by wd_mults",
     ),
     "minimum above the run's rate": (
         {PROJ: {"min_lr": 5.0}},
-        (),
+        {},
         "min_lr=5.0: the minimum, 5.0, is above the rate",
     ),
     "two patterns together": (
         {PROJ: {"ns_coefficients": "deepseekv4"}, "*.linear_proj.*": {"ns_steps": 6}},
-        (),
+        {},
         f"{PROJ}: ns_coefficients",
     ),
 }
@@ -205,6 +212,7 @@ ERRORS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_a_model_cannot_have_is_an_error_on_all_ranks(name: str) -> None:
     table, more, said = ERRORS[name]
-    texts = run(_error, 2, table, more)
+    case = with_table(replace(CASE, moe=True).with_muon(**more), table)
+    texts = on_ranks(error_of_start, case, PP2)
     assert any(said in text for text in texts), texts
     assert all("Error: " in text for text in texts), texts

@@ -20,22 +20,23 @@ from megatron_muon.rules.muon import MOMENTUM_KEY
 from support import te_on_cpu
 from support.checkpoints import sealing
 from support.checkpoints.inspecting import inspect
-from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resharding import resharded
 from support.checkpoints.resuming import check as check_resumed
-from support.checkpoints.saving import FORMATS, RESHARDABLE, in_every_format
+from support.checkpoints.saving import formats
+from support.marks import in_each_format
 from support.models.clipped import clipped, clipped_whole
 from support.models.gpt import (
     ON_HOST,
     Case,
     Topology,
-    distributed_optimizers,
     muon_weights,
-    start,
-    take_step,
+    on_ranks,
+    stepped,
     trained,
     truth,
 )
-from support.ranks import run, run_on
+from support.ranks import run
+from support.runs.topologies import DP2, DP3, ONE, TP2_DP2_SP, TP2_SP
 from support.runs.watching import logged
 from support.runs.whole import differences, whole
 
@@ -110,9 +111,7 @@ def test_newton_schulz_gets_the_momentum_before_it_is_rounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "topology",
-    [Topology(2, 2, 1, overlap=True, **SP), Topology(dp=3), Topology(tp=2, pp=2, **SP)],
-    ids=["tp2-dp2", "dp3", "tp2-pp2"],
+    "topology", [Topology(2, 2, 1, overlap=True, **SP), DP3, Topology(tp=2, pp=2, **SP)]
 )
 def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(
     topology: Topology,
@@ -137,21 +136,17 @@ def test_a_layout_changes_only_what_a_block_at_an_edge_rounds_to(
         ).abs().max() <= 2 * MOST_OFF * values.abs().max(), name
 
 
-@in_every_format
+@in_each_format
 def test_a_run_resumes_with_the_same_bits(format: str, tmp_path: Path) -> None:
-    check_resumed(INT8, Topology(dp=2), format, tmp_path)
+    check_resumed(INT8, DP2, format, tmp_path)
 
 
 @pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (INT8, PLAIN)])
 def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
-    format = RESHARDABLE
-    before = Topology(tp=2, dp=2, **SP)
-    after = Topology(dp=2)
-    one = run_on(saved, at_save, before, format, str(tmp_path))
-    two = run_on(loaded, at_load, after, format, str(tmp_path))
-    there, here = (whole([held[0] for held in runs]) for runs in (one, two))
+    before = TP2_DP2_SP
+    (there, _), (here, _) = resharded(at_save, before, at_load, DP2, tmp_path)
     assert differences({"main": there["main"]}, {"main": here["main"]}) == []
     for name in muon_weights(INT8):
         values = there["exp_avg"][name]
@@ -161,7 +156,7 @@ def test_a_checkpoint_of_one_dtype_loads_with_the_other(
 
 
 _OVER_TE = [
-    replace(PLAIN, narrow=(("exp_avg_dtype", torch.bfloat16),)),
+    PLAIN.with_narrow(exp_avg_dtype=torch.bfloat16),
     replace(PLAIN, narrow=(ON_HOST,)),
 ]
 
@@ -171,16 +166,15 @@ def test_it_is_watched_sealed_and_inspected(
     case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A logging step changes no bit; a load of what the digest is of has all bits."""
-    topology, folder = Topology(tp=2, **SP), tmp_path / "saved"
+    topology, folder = TP2_SP, tmp_path / "saved"
     seen, steps = logged(case, topology)
     assert differences(trained(case, topology), seen) == [] and all(steps)
-    folder.mkdir()
-    (format, *_), size = FORMATS, topology.world_size
-    before = run(sealing.saved, size, case, topology, format, str(folder))
+    (format, *_), size = formats(), topology.world_size
+    before = run(sealing.saved, size, case, topology, format, folder)
     status, report = inspect(folder, capsys, "--hash")
     assert status == 0, report["faults"]
     assert sorted(report["matrices"]) == sorted(muon_weights(case))
-    after = run(sealing.loaded, size, case, topology, format, str(folder))
+    after = run(sealing.loaded, size, case, topology, format, folder)
     assert [each["error"] for each in after] == [None, None]
     assert differences(whole(before), whole([each["held"] for each in after])) == []
 
@@ -189,18 +183,17 @@ def test_it_is_watched_sealed_and_inspected(
     te_on_cpu.TE is not None, reason="its attention has no logits to read"
 )
 def test_a_clip_of_logits_scales_weights_alone() -> None:
-    case = replace(INT8.with_muon(qk_clip=100.0), steps=3)
+    case = replace(INT8, steps=3).with_muon(qk_clip=100.0)
     by_hand = whole(run(clipped_whole, 1, case, torch.float32, True))
-    clip = run_on(clipped, case, Topology(), torch.float32)
+    clip = on_ranks(clipped, case, ONE, torch.float32)
     assert differences(by_hand, whole(clip)) == []
     assert differences(truth(case), by_hand)  # it was clipped
 
 
 def _bytes(case: Case) -> float:
-    built = start(case, Topology(dp=2))
-    take_step(built, 0)
+    built = stepped(case, DP2, 1)
     held = elements = 0
-    for part in distributed_optimizers(built.optimizer):
+    for part in built.parts:
         for shard in part.muon.main_params.values():
             held += sum(each.nbytes for each in part.optimizer.state[shard].values())
             elements += shard.numel()

@@ -28,27 +28,41 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import SLICE_OF
 from megatron_muon.runtime.nonfinite import Skipped
 from support.models import gpt
-from support.models.gpt import Case, Topology, start, take_step, trained, truth
-from support.ranks import error_of, run, run_alone, run_on
+from support.models.gpt import (
+    Case,
+    Topology,
+    on_ranks,
+    start,
+    take_step,
+    trained,
+    truth,
+)
+from support.ranks import error_of, run
+from support.runs.topologies import (
+    DP2,
+    DP2_EP2,
+    DP2_OVERLAP,
+    DP3,
+    DP4,
+    DP4_INSTANCES2,
+    ONE,
+    TP2,
+    TP2_DP2,
+    TP2_DP2_EP2_ETP1,
+    TP2_PP2,
+)
 from support.runs.whole import Whole
 
 Tensor = torch.Tensor
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
-BF16 = Case(layers=2, steps=2)
-FP32 = replace(BF16.with_muon(ns_dtype="fp32"), bf16=False)
+BF16 = Case(steps=2)
+FP32 = replace(BF16, bf16=False).with_muon(ns_dtype="fp32")
 HEADS = BF16.with_muon(splits=(("*.linear_qkv.*", "heads"),))
 MOE = replace(BF16, moe=True)
-SHARED = replace(BF16.with_muon(split_matrices=4), ffn=264)
+SHARED = replace(BF16, ffn=264).with_muon(split_matrices=4)
 GRAM = SHARED.with_muon(ns_iteration="gram")
-
-
-def said(value: Any) -> str:
-    """Of a case, what is not the default's."""
-    if isinstance(value, Case):
-        value = "-".join(map(str, sum(value.muon, ()))) or "moe" * value.moe or "dense"
-    return str(value)
 
 
 @contextmanager
@@ -102,23 +116,21 @@ def _stays(after: Whole, case: Case, name: str, rows: slice = slice(None)) -> No
 
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
 ROUTER = "decoder.layers.0.mlp.router.weight"
-EXPERTS = Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
     ("case", "topology", "name", "bad"),
     [
-        (BF16, Topology(dp=2), FC1, math.nan),
-        (FP32, Topology(dp=2, overlap=True), FC2, -math.inf),
-        (FP32, Topology(tp=2, pp=2), FC2, math.nan),  # columns of both TP ranks
-        (BF16, Topology(dp=4, instances=2), FC1, math.inf),
-        (MOE, EXPERTS, ROUTER, math.nan),  # TP ranks have replicas
-        (MOE, EXPERTS, EXPERT, math.inf),
-        (SHARED, Topology(dp=4), FC1, math.nan),
-        (SHARED, Topology(tp=2, dp=2), FC2, math.inf),  # as rows
-        (GRAM, Topology(dp=3), FC1, math.nan),  # two strips on one of three homes
+        (BF16, DP2, FC1, math.nan),
+        (FP32, DP2_OVERLAP, FC2, -math.inf),
+        (FP32, TP2_PP2, FC2, math.nan),  # columns of both TP ranks
+        (BF16, DP4_INSTANCES2, FC1, math.inf),
+        (MOE, TP2_DP2_EP2_ETP1, ROUTER, math.nan),  # TP ranks have replicas
+        (MOE, TP2_DP2_EP2_ETP1, EXPERT, math.inf),
+        (SHARED, DP4, FC1, math.nan),
+        (SHARED, TP2_DP2, FC2, math.inf),  # as rows
+        (GRAM, DP3, FC1, math.nan),  # two strips on one of three homes
     ],
-    ids=said,
 )
 def test_a_gradient_that_is_not_finite_does_not_change_its_matrix(
     case: Case, topology: Topology, name: str, bad: float
@@ -128,14 +140,14 @@ def test_a_gradient_that_is_not_finite_does_not_change_its_matrix(
 
 def test_one_head_stays_and_the_others_of_its_weight_move() -> None:
     """Rows of a group: its heads' Q, K, V, of 16 rows each."""
-    after = trained(HEADS, Topology(tp=2), _planted(QKV, math.nan, (16 * 5 + 20, 7)))
+    after = trained(HEADS, TP2, _planted(QKV, math.nan, (16 * 5 + 20, 7)))
     _stays(after, HEADS, QKV, slice(16 * 6, 16 * 7))
 
 
 def test_an_expert_of_a_batch_stays_and_the_others_move() -> None:
     case = replace(MOE, grouped="legacy")
     name = "decoder.layers.0.mlp.experts.weight2"
-    after = trained(case, Topology(dp=2, ep=2), _planted(name, math.nan, (3, 5)))
+    after = trained(case, DP2_EP2, _planted(name, math.nan, (3, 5)))
     before = truth(replace(case, steps=1))["main"][name]
     plain = truth(case)["main"][name]
     stayed = (after["main"][name] == before).view(4, -1).all(dim=1)
@@ -192,12 +204,11 @@ def _overflowing(
 @pytest.mark.parametrize(
     ("case", "topology", "name"),
     [
-        (BF16, Topology(dp=2), FC1),
-        (FP32, Topology(tp=2, dp=2), FC2),
-        (SHARED, Topology(dp=4), FC1),
-        (SHARED, Topology(tp=2, dp=2), FC2),  # as rows
+        (BF16, DP2, FC1),
+        (FP32, TP2_DP2, FC2),
+        (SHARED, DP4, FC1),
+        (SHARED, TP2_DP2, FC2),  # as rows
     ],
-    ids=said,
 )
 def test_an_iteration_that_overflows_does_not_change_its_matrix(
     case: Case, topology: Topology, name: str
@@ -233,9 +244,7 @@ def _until_it_ends(
             error = error_of(partial(take_step, built, steps - 1))
             if error != "no error":
                 break
-    muons = [
-        part.muon for part in gpt.distributed_optimizers(built.optimizer) if part.muon
-    ]
+    muons = [part.muon for part in built.parts if part.muon]
     left = {
         k: v for muon in muons for k, v in muon.nonfinite.skipped(waits=True).items()
     }
@@ -247,8 +256,7 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
     """Planted from the second step on: lines of steps 2, 4 and 6 name it."""
     for limit, steps in ((3, 6), (1, 2)):
         case = BF16.with_muon(nonfinite_limit=limit)
-        topology = Topology(tp=2, pp=2)
-        ranks = run(_until_it_ends, 4, case, topology, _planted(FC1, math.nan))
+        ranks = on_ranks(_until_it_ends, case, TP2_PP2, _planted(FC1, math.nan))
         for rank in ranks:
             assert rank["steps"] == steps
             assert rank["error"].startswith(
@@ -273,9 +281,7 @@ def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
 
 def test_full_and_block_steps_are_counted_as_one() -> None:
     case = BF16.with_muon(nonfinite_limit=3, full_period=2)
-    for rank in run_on(
-        _until_it_ends, case, Topology(tp=2), _planted(FC1, math.nan), 1
-    ):
+    for rank in on_ranks(_until_it_ends, case, TP2, _planted(FC1, math.nan), 1):
         assert rank["steps"] == 4
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: the direction")
         assert len([line for line in rank["lines"] if "the momentum of" in line]) <= 1
@@ -297,14 +303,14 @@ def _of_slices() -> list[str]:
 
 
 def test_a_slice_that_is_left_after_another_one_is_named() -> None:
-    lines = run_alone(_of_slices)
+    (lines,) = run(_of_slices, 1)
     assert [line.split(" in at least ")[1].split()[0] for line in lines] == ["50", "3"]
 
 
 def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
     case = SHARED.with_muon(nonfinite_limit=2)
     fault = partial(_overflowing, FC1, is_so=True)
-    for rank in run_on(_until_it_ends, case, Topology(dp=2), fault):
+    for rank in on_ranks(_until_it_ends, case, DP2, fault):
         assert rank["steps"] == 4
         assert rank["error"].endswith(f"Newton-Schulz overflowed: {EXCLUDE}")
         assert rank["error"].startswith(f"FloatingPointError: {FC1}: ")
@@ -343,7 +349,7 @@ def test_a_line_without_the_matrix_begins_anew_and_a_skipped_step_does_not_count
     settings = (("nonfinite_limit", 2), ("momentum", 0.0))
     case = replace(BF16, bf16=False, fp16=True, overflow=((2, "*"),), muon=settings)
     fault = partial(_overflowing, FC1, is_so=True, steps=(0, 5))
-    (rank,) = run_on(_until_it_ends, case, Topology(), fault)
+    (rank,) = on_ranks(_until_it_ends, case, ONE, fault)
     assert (rank["steps"], rank["error"], rank["left"]) == (
         8,
         "no error",

@@ -25,11 +25,12 @@ from support.expected.oracle_cases import (
 )
 from support.expected.shaking import UNIT
 from support.models.gpt import Case, Topology
+from support.runs.topologies import TP2_PP2_DP2
 
 
 @pytest.mark.parametrize("which", CASES)
 def test_plugin_equals_the_oracle(which: str) -> None:
-    assert compare(CASES[which], WHERE.get(which, Topology(2, 2, 2))) == {}
+    assert compare(CASES[which], WHERE.get(which, TP2_PP2_DP2)) == {}
 
 
 def test_few_decays_are_decided_by_a_rounding() -> None:
@@ -38,8 +39,8 @@ def test_few_decays_are_decided_by_a_rounding() -> None:
     assert 0 < sum(int(size.count_nonzero()) for size in either) < 100
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES[:2], ids=str)
-@pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("topology", TOPOLOGIES[:2])
+@pytest.mark.parametrize("case", [FP32, BF16])
 def test_other_topologies_equal_the_oracle(case: Case, topology: Topology) -> None:
     """With the clip active, so that they need not equal 2x2x2 bit for bit."""
     assert compare(case, topology) == {}
@@ -51,7 +52,7 @@ def test_adamw_alone_equals_the_oracle(which: str) -> None:
     us.
     """
     case = replace(CASES[which], optimizer="adam", lr=1e-3, muon=())
-    assert compare(case, Topology(2, 2, 2)) == {}
+    assert compare(case, TP2_PP2_DP2) == {}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_clip_is_active_in_some_steps_and_not_in_others() -> None:
     assert min(norms) < FP32.clip < max(norms)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_bf16_parameters_are_the_main_parameters_rounded(topology: Topology) -> None:
     result = plugin(BF16, topology)[0]
     for name, main in result["main"].items():

@@ -24,8 +24,8 @@ from support.expected.oracle_cases import (
     outside,
     plugin,
 )
-from support.models.gpt import GROUPS, HEAD_SIZE, HEADS, Case, Topology, train
-from support.ranks import run_on
+from support.models.gpt import GROUPS, HEAD_SIZE, HEADS, Case, Topology, on_ranks, train
+from support.runs.topologies import PP2_DP2, TP2_PP2_DP2
 from support.runs.whole import whole
 
 Tensor = torch.Tensor
@@ -78,7 +78,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", [FP32, BF16])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_noticed(mutant: str, case: Case) -> None:
     changes, main, momenta = MUTANTS[mutant]
@@ -95,7 +95,7 @@ def test_a_mutant_is_noticed(mutant: str, case: Case) -> None:
     ids=["decay of all", "decay of the others"],
 )
 def test_mutants_of_cautious_decay_are_noticed(changes: dict[str, Any]) -> None:
-    found = compare(CASES["cautious-decay"], Topology(2, 2, 2), **changes)
+    found = compare(CASES["cautious-decay"], TP2_PP2_DP2, **changes)
     assert names(found) == MATRICES and names(found, "exp_avg") == set()
 
 
@@ -109,7 +109,7 @@ class _Growing(dict[Any, Any]):
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"rule": ""}, MATRICES),
+        ({"hyperball": False}, MATRICES),
         ({"radii": _Growing()}, MATRICES),
         ({"blocks": lambda name, w: [list(range(len(w)))]}, {"linear_qkv.weight"}),
     ],
@@ -118,7 +118,7 @@ class _Growing(dict[Any, Any]):
 def test_mutants_of_a_fixed_norm_are_noticed(
     changes: dict[str, Any], wrong: set[str]
 ) -> None:
-    found = compare(CASES["hyperball"], Topology(2, 2, 2), **changes)
+    found = compare(CASES["hyperball"], TP2_PP2_DP2, **changes)
     assert names(found) == wrong and names(found, "exp_avg") == set()
 
 
@@ -165,11 +165,11 @@ def _with_flipped_columns() -> Any:
 @pytest.mark.parametrize(
     ("mutation", "topology", "wrong"),
     [
-        (_without_sums, Topology(2, 2, 2), {"linear_qkv", "linear_fc1", "linear_fc2"}),
-        (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1", "linear_fc2"}),
-        (_with_flipped_columns, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
+        (_without_sums, TP2_PP2_DP2, {"linear_qkv", "linear_fc1", "linear_fc2"}),
+        (_with_the_scale_of_a_strip, TP2_PP2_DP2, {"linear_fc1", "linear_fc2"}),
+        (_with_flipped_columns, PP2_DP2, {"linear_qkv", "linear_fc2"}),
         # fc2's parts come
-        (_with_flipped_columns, Topology(2, 2, 2), {"linear_qkv"}),
+        (_with_flipped_columns, TP2_PP2_DP2, {"linear_qkv"}),
     ],
 )
 def test_mutants_of_shared_matrices_are_noticed(
@@ -177,7 +177,7 @@ def test_mutants_of_shared_matrices_are_noticed(
 ) -> None:
     """K and V are wide; their scale is that of the columns."""
     case = CASES["shared"]
-    results = run_on(train, case, topology, mutation)
+    results = on_ranks(train, case, topology, mutation)
     norms = results[0]["log"]["norms"]
     found = outside(case, whole(results), computed(case, oracle_for(case), norms))
     assert names(found) == {f"{name}.weight" for name in wrong}
@@ -192,15 +192,13 @@ def test_mutants_without_a_split_are_noticed(weight: str) -> None:
             return [list(range(w.shape[0]))]
         return heads_and_gate_up(case, name, w)
 
-    assert names(compare(case, Topology(2, 2, 2), blocks=blocks)) == {weight}
+    assert names(compare(case, TP2_PP2_DP2, blocks=blocks)) == {weight}
 
 
 def test_mutant_with_inputs_for_outputs_is_noticed() -> None:
     """Where the scale goes by their ratio, and a matrix is not square."""
     case = CASES["unit-rms-norm"]
-    wrong = compare(
-        case, Topology(2, 2, 2), scale_size=lambda name, rows, cols: cols / rows
-    )
+    wrong = compare(case, TP2_PP2_DP2, scale_size=lambda name, rows, cols: cols / rows)
     assert {"linear_fc1.weight", "linear_fc2.weight"} <= names(wrong) <= MATRICES
 
 

@@ -13,12 +13,26 @@ import torch
 
 from ranks.te.test_on_host import HALVES, HOSTED
 from ranks.te.test_precision_aware import SHARDS, WHOLE, _weight
-from support.installed import VERSION, needs_te, require
+from support.installed import VERSION, lacks
+from support.marks import needs_te
 from support.models.clipped import clipped, clipped_whole
-from support.models.gpt import muon_weights
+from support.models.gpt import muon_weights, on_ranks
 from support.models.gpt_model import takes_te
-from support.ranks import RankError, run, run_on
+from support.ranks import RankError, run
 from support.runs.cases import Case, Topology
+from support.runs.topologies import (
+    DP3,
+    DP3_OVERLAP,
+    DP4_INSTANCES2,
+    ONE,
+    PP2_DP2,
+    PP2_DP2_CHUNKS2,
+    TP2_CP2,
+    TP2_DP2,
+    TP2_DP2_OVERLAP,
+    TP2_DP2_OVERLAP_SP,
+    TP4,
+)
 from support.runs.whole import Whole, differences, whole
 
 megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
@@ -38,8 +52,10 @@ def _whole(case: Case, dtype: torch.dtype = torch.float32) -> Whole:
 
 
 def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> Any:
-    require(case, topology)
-    result = whole(run_on(clipped, case, topology, dtype))
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    result = whole(on_ranks(clipped, case, topology, dtype))
     assert differences(_whole(case, dtype), result) == []
     return result
 
@@ -51,17 +67,16 @@ GROUP_ON_TWO = replace(PLAIN, heads=8, groups=2, optimizer="adam")
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        (PLAIN, Topology()),
-        (PLAIN, Topology(dp=3)),
-        (PLAIN, Topology(tp=2, dp=2, overlap=True, sequence_parallel=True)),
-        (replace(PLAIN, layers=4), Topology(pp=2, dp=2, chunks=2)),
+        (PLAIN, ONE),
+        (PLAIN, DP3),
+        (PLAIN, TP2_DP2_OVERLAP_SP),
+        (replace(PLAIN, layers=4), PP2_DP2_CHUNKS2),
         # TP cuts columns: the order of NorMuon's sums along them differs
-        (NORMUON, Topology(pp=2, dp=2)),
-        (PLAIN, Topology(tp=2, cp=2)),
-        (PLAIN, Topology(dp=4, instances=2)),
-        (GROUP_ON_TWO, Topology(tp=4)),  # Megatron's own clip fails with TP
+        (NORMUON, PP2_DP2),
+        (PLAIN, TP2_CP2),
+        (PLAIN, DP4_INSTANCES2),
+        (GROUP_ON_TWO, TP4),  # Megatron's own clip fails with TP
     ],
-    ids=lambda value: str(value) if isinstance(value, Topology) else "",
 )
 def test_a_clip_of_shards_is_that_of_whole_weights(
     case: Case, topology: Topology
@@ -106,7 +121,7 @@ def test_a_clip_of_shards_is_that_of_whole_weights_in_every_model(
 
 @megatrons
 def test_logits_in_bf16_are_clipped_in_bf16_as_megatron_does() -> None:
-    _check(PLAIN, Topology(tp=2, dp=2), torch.bfloat16)
+    _check(PLAIN, TP2_DP2, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +142,17 @@ def test_the_plugins_own_flag_clips_at_the_end_of_a_step(
     that.
     """
     case = replace(OURS, **changes)
-    topology = Topology(tp=2, dp=2, overlap=True)
     if takes_te(case):
         with pytest.raises(
             RankError, match="computes its logits in a TEDotProductAttention"
         ):
-            run_on(clipped, case, topology)
+            on_ranks(clipped, case, TP2_DP2_OVERLAP)
         return
-    _check(case, topology)
+    _check(case, TP2_DP2_OVERLAP)
 
 
 in_two_ways = pytest.mark.parametrize(
-    "topology",
-    [Topology(tp=2, dp=2), Topology(dp=3, overlap=True)],
-    ids=["late", "overlap"],
+    "topology", [TP2_DP2, DP3_OVERLAP], ids=["late", "overlap"]
 )
 
 
@@ -149,7 +161,7 @@ in_two_ways = pytest.mark.parametrize(
 def test_a_learned_sink_over_transformer_engine_is_refused() -> None:
     """cuDNN's largest logit is that of logits and sink, and a clip scales no sink."""
     with pytest.raises(RankError, match=r"core_attention\.softmax_offset may be part"):
-        run_on(clipped, replace(PLAIN, sinks=True), Topology())
+        on_ranks(clipped, replace(PLAIN, sinks=True), ONE)
 
 
 @megatrons
@@ -158,7 +170,6 @@ def test_a_learned_sink_over_transformer_engine_is_refused() -> None:
     ("optimizer", "narrow"),
     [("muon", narrow) for narrow in ((), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow)]
     + [("adam", ()), ("adam", HOSTED.narrow)],
-    ids=str,
 )
 @in_two_ways
 def test_main_parameters_are_clipped_wherever_they_are(
@@ -198,7 +209,7 @@ def test_weights_in_fp8_are_quantized_from_clipped_main_parameters(
 
 def _with_plain_main_parameters(case: Case, topology: Topology) -> Whole:
     plain = _whole(replace(case, narrow=None, fp8=""))
-    result = whole(run_on(clipped, case, topology))
+    result = whole(on_ranks(clipped, case, topology))
     apart = 2e-5 if (case.optimizer, case.narrow) == ("adam", HOSTED.narrow) else 0
     for kind in ("main", "exp_avg"):  # torch's AdamW on a CPU rounds a tail otherwise
         for name in muon_weights(case):

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from support.installed import installed, require
+from support.installed import installed, lacks
 from support.models.gpt import (
     Built,
     Case,
     Topology,
     build,
-    distributed_optimizers,
     held,
-    inner_optimizers,
+    on_ranks,
     start,
     stepped,
     write_grads,
 )
-from support.ranks import run, run_alone, run_on
+from support.ranks import run
+from support.runs.topologies import DP2_EP2, ONE, PP2_DP2, TP2_DP2, TP2_DP2_OVERLAP
 from support.runs.whole import differences, whole
 
 STEPS, WARMUP = 5, 2
@@ -32,8 +32,8 @@ LR, MIN_LR, EMBEDDING_LR, EMBEDDING_MIN_LR = 0.02, 0.002, 0.005, 0.001
 FAST_LR, FAST_MIN_LR = 0.06, 0.01
 START_WD, END_WD, FAST_START_WD, FAST_END_WD = 0.05, 0.2, 0.01, 0.4
 FAST = "decoder.layers.1.mlp.linear_fc2.weight"
-CASE = Case(layers=2, steps=STEPS, moe=False)
-MOE = Case(layers=2, steps=STEPS, moe=True)
+CASE = Case(steps=STEPS)
+MOE = Case(steps=STEPS, moe=True)
 FAST_EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
 
 
@@ -92,8 +92,8 @@ def _scheduler(optimizer: Any) -> Any:
 
 def _by_hand(built: Built, step: int, fast: str) -> None:
     """What each parameter's rate and decay are in step 0, 1, … of a linear schedule."""
-    names = built.names
-    for megatron in built.optimizer.chained_optimizers:
+    names = {id(param): name for name, param in built.params.items()}
+    for megatron in built.parts:
         groups = zip(
             megatron.model_float16_groups, megatron.optimizer.param_groups, strict=True
         )
@@ -137,30 +137,24 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("case", "topology", "fast"),
-    [(CASE, Topology(2, 1, 2), FAST), (MOE, Topology(dp=2, ep=2), FAST_EXPERT)],
-    ids=["dense", "experts"],
+    ("case", "topology", "fast"), [(CASE, TP2_DP2, FAST), (MOE, DP2_EP2, FAST_EXPERT)]
 )
 def test_schedules_and_overrides_are_applied_once(
     case: Case, topology: Topology, fast: str
 ) -> None:
-    size = topology.world_size
-    by_megatron = whole(run(_train, size, case, topology, fast, True))
-    by_hand = whole(run(_train, size, case, topology, fast, False))
+    by_megatron = whole(on_ranks(_train, case, topology, fast, True))
+    by_hand = whole(on_ranks(_train, case, topology, fast, False))
     assert differences(by_megatron, by_hand) == []
-    without_override = whole(run(_train, size, case, topology, "nothing", True))
+    without_override = whole(on_ranks(_train, case, topology, "nothing", True))
     assert {d.split()[1] for d in differences(by_megatron, without_override)} == {fast}
 
 
 FASTER = ("*.linear_fc2.*", "decoder.layers.1.*", "embedding.*")
 # In turn: by Megatron's own means, and by the plugin's settings.
 BY_MEGATRON = Case(faster=FASTER)
-BY_US = replace(
-    BY_MEGATRON.with_muon(
-        lr_mults=(("*", 7.0), ("*", 1.0), *((pattern, 3.0) for pattern in FASTER)),
-        wd_mults=tuple((pattern, 0.5) for pattern in FASTER),
-    ),
-    faster=(),
+BY_US = replace(BY_MEGATRON, faster=()).with_muon(
+    lr_mults=(("*", 7.0), ("*", 1.0), *((pattern, 3.0) for pattern in FASTER)),
+    wd_mults=tuple((pattern, 0.5) for pattern in FASTER),
 )
 
 
@@ -172,8 +166,7 @@ def _trained(case: Case, topology: Topology) -> tuple[dict[Any, bytes], list[Any
             group["wd_mult"],
             group["is_expert_parallel"],
         )
-        for inner in inner_optimizers(built.optimizer)
-        for group in inner.param_groups
+        for group in built.param_groups
     ]
     here = held(built)
     bits = {name: array.tobytes() for name, array in here["params"].items()}
@@ -191,19 +184,19 @@ def _both(moe: bool, topology: Topology) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("moe", "topology"),
     [
-        (False, Topology(tp=2, dp=2, overlap=True)),
+        (False, TP2_DP2_OVERLAP),
         # layer 1, and so some groups, are on one stage only
-        (False, Topology(pp=2, dp=2)),
-        (True, Topology(dp=2, ep=2)),
+        (False, PP2_DP2),
+        (True, DP2_EP2),
     ],
-    ids=["tp2-dp2", "pp2-dp2", "experts"],
 )
 def test_rates_and_decays_are_those_of_megatrons_groups(
     moe: bool, topology: Topology
 ) -> None:
     case = replace(BY_US, moe=moe)
-    require(case, topology)
-    results = run_on(_both, moe, topology)
+    if lacking := lacks(case, topology):
+        pytest.skip(lacking)
+    results = run(_both, topology.world_size, moe, topology)
     for (megatrons, _), (ours, _) in results:
         assert megatrons == ours
     # up to 0.14 ranks differ in order
@@ -214,14 +207,14 @@ def test_rates_and_decays_are_those_of_megatrons_groups(
 
 
 def _rates_of_adamw() -> tuple[float, float]:
-    case = replace(BY_US, muon=(("lr_mults", (("embedding.*", 0.5),)),))
-    (part,) = distributed_optimizers(start(case, Topology()).optimizer)
+    case = Case().with_muon(lr_mults=(("embedding.*", 0.5),))
+    (part,) = start(case, ONE).parts
     groups = part.optimizer.param_groups
     by_rate = {group["max_lr"] * group["lr_mult"]: group["params"] for group in groups}
     return len(by_rate[0.5 * case.lr]), len(groups)
 
 
 def test_a_matched_parameter_of_adamws_has_a_group_of_its_own() -> None:
-    (slow, groups) = run_alone(_rates_of_adamw)
+    ((slow, groups),) = run(_rates_of_adamw, 1)
     assert slow == 1 or slow == 2  # word and position embeddings
     assert groups == 3

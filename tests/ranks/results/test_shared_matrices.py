@@ -16,8 +16,26 @@ from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import NsIteration
-from support.models.gpt import Case, Topology, check, differences, start, trained
-from support.ranks import run_on
+from support.models.gpt import (
+    Case,
+    Topology,
+    check,
+    differences,
+    on_ranks,
+    start,
+    trained,
+)
+from support.runs.topologies import (
+    DP2,
+    DP3,
+    DP4,
+    ONE,
+    PP2_DP2,
+    TP2,
+    TP2_DP2,
+    TP2_DP3,
+    TP4,
+)
 from support.small_squares import rows_of_small_squares
 
 # fc1 is 264 x 96 and tall, fc2 96 x 264 and wide
@@ -29,38 +47,34 @@ def _shared(case: Case, ranks: int, **muon: Any) -> Case:
 
 
 GATED = replace(BASE, gated=True)  # fc1 is 528 x 96
-TP4 = replace(BASE, heads=8, groups=4)
+FOUR_GROUPS = replace(BASE, heads=8, groups=4)
 
 
 def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]:
-    muon: Any = start(case, topology).optimizer
-    plan = muon.chained_optimizers[0].muon.plan
-    return [
-        (matrix.name, matrix.rows, matrix.cols, matrix.home) for matrix in plan.matrices
-    ]
+    matrices = start(case, topology).part.muon.plan.matrices
+    return [(matrix.name, matrix.rows, matrix.cols, matrix.home) for matrix in matrices]
 
 
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        (_shared(BASE, 2), Topology(1, 1, 2)),
-        (_shared(BASE, 2), Topology(1, 2, 2)),
-        (_shared(BASE, 2), Topology(2, 1, 1)),  # fc2's column parts are its strips
-        (_shared(BASE, 4), Topology(2, 1, 2)),  # fc2 comes as rows, from column parts
+        (_shared(BASE, 2), DP2),
+        (_shared(BASE, 2), PP2_DP2),
+        (_shared(BASE, 2), TP2),  # fc2's column parts are its strips
+        (_shared(BASE, 4), TP2_DP2),  # fc2 comes as rows, from column parts
         # uneven rows and columns, one rank without a strip
-        (_shared(BASE, 5), Topology(2, 1, 3)),
+        (_shared(BASE, 5), TP2_DP3),
         # a strip of two column parts
-        (_shared(TP4, 2, ns_dtype="fp32"), Topology(4, 1, 1)),
-        (_shared(BASE, 4), Topology(1, 1, 4)),
-        (_shared(BASE, 4), Topology(1, 1, 2)),  # two strips on each rank
+        (_shared(FOUR_GROUPS, 2, ns_dtype="fp32"), TP4),
+        (_shared(BASE, 4), DP4),
+        (_shared(BASE, 4), DP2),  # two strips on each rank
         # strips of 52 and 53 rows, two ranks with two
-        (_shared(BASE, 5), Topology(1, 1, 3)),
+        (_shared(BASE, 5), DP3),
         (_shared(GATED, 4), Topology(1, 1, 6)),  # two ranks without a strip
-        (_shared(BASE, 2, ns_iteration="gram"), Topology(1, 1, 2)),
-        (_shared(BASE, 3, ns_dtype="fp32"), Topology(1, 1, 3)),
-        (_shared(BASE, 2, round_bytes=1 << 16), Topology(1, 1, 4)),  # in several rounds
+        (_shared(BASE, 2, ns_iteration="gram"), DP2),
+        (_shared(BASE, 3, ns_dtype="fp32"), DP3),
+        (_shared(BASE, 2, round_bytes=1 << 16), DP4),  # in several rounds
     ],
-    ids=lambda x: str(x if isinstance(x, Topology) else dict(x.muon)),
 )
 def test_results_are_those_of_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
@@ -76,11 +90,10 @@ def test_results_are_those_of_one_process(case: Case, topology: Topology) -> Non
 @pytest.mark.parametrize(
     ("strips", "topology"),
     [
-        (4, Topology(2, 1, 2)),
-        (5, Topology(1, 1, 3)),  # uneven rows, two ranks with two strips
-        (2, Topology(1, 1, 3)),  # one rank without a strip
+        (4, TP2_DP2),
+        (5, DP3),  # uneven rows, two ranks with two strips
+        (2, DP3),  # one rank without a strip
     ],
-    ids=str,
 )
 def test_rows_of_squares_are_those_of_one_process(
     strips: int,
@@ -94,23 +107,22 @@ def test_rows_of_squares_are_those_of_one_process(
     with rows_of_small_squares():
         config = case.settings
         assert makes_rows(264, 96, strips, numerics_on(torch.device("cpu"), config))
-    one = trained(case, Topology(), rows_of_small_squares)
+    one = trained(case, ONE, rows_of_small_squares)
     assert differences(one, trained(case, topology, rows_of_small_squares)) == []
 
 
 @pytest.mark.parametrize(
     ("strips", "topology", "shapes"),
     [
-        (2, Topology(2, 1, 2), [(96, 132)] * 2),  # column parts of TP ranks
-        (4, Topology(2, 1, 2), [(24, 264)] * 4),  # as rows
+        (2, TP2_DP2, [(96, 132)] * 2),  # column parts of TP ranks
+        (4, TP2_DP2, [(24, 264)] * 4),  # as rows
         (5, Topology(1, 1, 5), [(19, 264)] * 4 + [(20, 264)]),
     ],
-    ids=str,
 )
 def test_a_wide_matrix_comes_in_column_parts_or_in_rows(
     strips: int, topology: Topology, shapes: list[tuple[int, int]]
 ) -> None:
-    matrices = run_on(_matrices, _shared(BASE, strips), topology)[0]
+    matrices = on_ranks(_matrices, _shared(BASE, strips), topology)[0]
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     wide = [matrix for matrix in matrices if matrix[0].startswith(name)]
     assert [m[0] for m in wide] == [f"{name}[strip {at}]" for at in range(strips)]

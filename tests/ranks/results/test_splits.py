@@ -6,13 +6,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import pytest
 
 from support.expected.separate import trained_apart
-from support.models.gpt import Case, Topology, check, error_of_building, start, truth
-from support.ranks import run_alone, run_on
+from support.models.gpt import (
+    Case,
+    Topology,
+    check,
+    error_of_building,
+    on_ranks,
+    start,
+    truth,
+)
+from support.runs.topologies import DP4, ONE, TP2, TP2_PP2
 
 PLAIN = Case(heads=12, groups=6, ffn=264, vocab=144)
 GATED = replace(PLAIN, gated=True)
@@ -72,10 +79,10 @@ CASES = {
 # Of these sizes, three TP ranks cannot hold experts, nor the 112 rows of one query
 # group.
 TP_3 = [name for name in CASES if "experts" not in name and name != "one-group"]
-OTHERS = [
-    (name, t)
-    for name in ("qkv-heads", "gate-up")
-    for t in (Topology(1, 1, 4), Topology(2, 2, 1))
+RUNS = [
+    *((name, Topology(2, 1, 2, ep=2 if CASES[name].moe else 1)) for name in CASES),
+    *((name, t) for name in ("qkv-heads", "gate-up") for t in (DP4, TP2_PP2)),
+    *((name, Topology(tp=3)) for name in TP_3),
 ]
 
 
@@ -97,20 +104,9 @@ def test_blocks_move_as_separate_parameters_would(name: str) -> None:
     assert len(seen) >= case.layers
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_tp_and_two_dp_ranks_equal_one_process(name: str) -> None:
-    case = CASES[name]
-    check(case, Topology(2, 1, 2, ep=2 if case.moe else 1))
-
-
-@pytest.mark.parametrize(("name", "topology"), OTHERS, ids=str)
-def test_other_topologies_equal_one_process(name: str, topology: Topology) -> None:
+@pytest.mark.parametrize(("name", "topology"), RUNS)
+def test_any_topology_equals_one_process(name: str, topology: Topology) -> None:
     check(CASES[name], topology)
-
-
-@pytest.mark.parametrize("name", TP_3)
-def test_three_tp_ranks_equal_one_process(name: str) -> None:
-    check(CASES[name], Topology(3, 1, 1))
 
 
 # --- settings and errors --------------------------------------------------------------
@@ -118,29 +114,23 @@ def test_three_tp_ranks_equal_one_process(name: str) -> None:
 
 def _errors(topology: Topology, split: tuple[str, str]) -> list[str]:
     splits = {"splits": (split,)}
-    return run_on(error_of_building, PLAIN, topology, splits)
+    return on_ranks(error_of_building, PLAIN, topology, splits)
 
 
-def _chosen(
-    case: Case, splits: tuple[tuple[str, str], ...]
-) -> list[tuple[str, int, int]]:
-    muon: Any = start(case.with_muon(splits=splits), Topology()).optimizer
-    (part,) = muon.chained_optimizers
-    return [
-        (m.name, m.rows, m.cols) for m in part.muon.plan.matrices if ".0." in m.name
-    ]
+def _chosen(case: Case, topology: Topology) -> list[tuple[str, int, int]]:
+    matrices = start(case, topology).part.muon.plan.matrices
+    return [(m.name, m.rows, m.cols) for m in matrices if "qkv" in m.name]
 
 
 def test_the_last_pattern_that_matches_counts() -> None:
-    splits = (("*linear_qkv*", "heads"), ("*.0.self_attention.*", "whole"))
-    matrices = run_alone(_chosen, replace(PLAIN, layers=1), splits)
-    assert [m for m in matrices if "qkv" in m[0]] == [
-        ("decoder.layers.0.self_attention.linear_qkv.weight", 192, 96)
+    one_layer = replace(PLAIN, layers=1)
+    heads = ("*linear_qkv*", "heads")
+    last = _split(one_layer, heads, ("*.0.self_attention.*", "whole"))
+    assert on_ranks(_chosen, last, ONE) == [
+        [("decoder.layers.0.self_attention.linear_qkv.weight", 192, 96)]
     ]
-    matrices = run_alone(_chosen, replace(PLAIN, layers=1), splits[:1])
-    parts = [
-        name.partition("[")[2].rstrip("]") for name, _, _ in matrices if "qkv" in name
-    ]
+    (matrices,) = on_ranks(_chosen, _split(one_layer, heads), ONE)
+    parts = [name.partition("[")[2].rstrip("]") for name, _, _ in matrices]
     assert parts == [
         part
         for g in range(6)
@@ -149,13 +139,13 @@ def test_the_last_pattern_that_matches_counts() -> None:
 
 
 def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
-    (text,) = _errors(Topology(), ("*.linear_fc1.*", "gate-up"))
+    (text,) = _errors(ONE, ("*.linear_fc1.*", "gate-up"))
     assert (
         "splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp"
         in text
     )
     assert "which can only be whole: give another kind" in text
-    (text,) = _errors(Topology(), ("*", "heads"))
+    (text,) = _errors(ONE, ("*", "heads"))
     assert "linear_proj.weight, which can only be whole" in text
 
 
@@ -177,17 +167,16 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
             "2 TP ranks cannot hold equal parts of the 131 rows",
         ),
     ],
-    ids=str,
 )
 def test_rows_of_ones_own_that_do_not_fit_are_errors(
     split: tuple[str, str], message: str
 ) -> None:
-    assert all(message in text for text in _errors(Topology(tp=2), split))
+    assert all(message in text for text in _errors(TP2, split))
 
 
 @pytest.mark.parametrize("pattern", ["*.linear_none.*", "*word_embeddings*"])
 def test_a_pattern_without_effect_is_an_error(pattern: str) -> None:
-    (text,) = _errors(Topology(), (pattern, "whole"))
+    (text,) = _errors(ONE, (pattern, "whole"))
     assert (
         f"{pattern!r} in splits (--muon-split) matches no parameter of the model, or none that it could change"
         in text

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 
 from support.runs.cases import Case, Topology
+from support.runs.topologies import ONE
 from support.runs.training import MODEL, U, differences, said, spread, trained, truth
 
 BF16 = replace(MODEL, bf16=True, optimizer="muon", steps=4)
 MOE = replace(BF16, moe=True)
 DEEP = replace(BF16, layers=4)
-FP32 = replace(BF16.with_muon(ns_dtype="fp32"), bf16=False)
+FP32 = replace(BF16, bf16=False).with_muon(ns_dtype="fp32")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def no_views() -> Iterator[None]:
 )
 def test_biases_of_experts_train_as_in_one_process(t: Topology) -> None:
     """Megatron by itself adds up those of different experts over TP ranks."""
-    one = trained(BIASES, Topology(), no_views)
+    one = trained(BIASES, ONE, no_views)
     other = trained(BIASES, t)
     far = differences(one, other)
     assert max(far.values()) < 105 * U, max(far, key=lambda name: far[name])

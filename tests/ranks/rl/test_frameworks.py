@@ -30,19 +30,17 @@ from support.models.gpt import (
     Topology,
     build,
     held,
+    on_ranks,
     prepare_step,
     start,
     truth,
 )
-from support.ranks import run, run_on
+from support.ranks import run
+from support.runs.topologies import DP2_EP2, DP3, TP2_DP2_OVERLAP
 from support.runs.whole import differences, whole
 
 CASE = Case(steps=4)
-RUNS = [
-    pytest.param(CASE, Topology(dp=3), id="dp3"),
-    pytest.param(CASE, Topology(tp=2, dp=2, overlap=True), id="overlap"),
-    pytest.param(Case(steps=4, moe=True), Topology(dp=2, ep=2), id="experts"),
-]
+RUNS = [(CASE, DP3), (CASE, TP2_DP2_OVERLAP), (Case(steps=4, moe=True), DP2_EP2)]
 
 
 def clone_of(name: str) -> Any:
@@ -226,7 +224,7 @@ def test_areals_checkpoints_resume(
     case: Case, topology: Topology, tmp_path: Path
 ) -> None:
     """It says neither a format nor, at a load, that it loads."""
-    results = run_on(_by_areal, case, topology, str(tmp_path), timeout=300)
+    results = on_ranks(_by_areal, case, topology, str(tmp_path), timeout=300)
     assert differences(truth(case), whole(results)) == []
 
 
@@ -297,5 +295,5 @@ def _asleep_and_awake(case: Case, topology: Topology, name: str) -> dict[str, An
 def test_its_actor_sleeps_without_process_groups_and_wakes(
     name: str, case: Case, topology: Topology
 ) -> None:
-    results = run_on(_asleep_and_awake, case, topology, name, timeout=300)
+    results = on_ranks(_asleep_and_awake, case, topology, name, timeout=300)
     assert differences(truth(case), whole(results)) == []

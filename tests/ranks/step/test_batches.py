@@ -23,8 +23,9 @@ from megatron_muon.orthogonalize.newton_schulz import (
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules import muon as muon_rule
 from megatron_muon.settings.config import MuonConfig, NsIteration
-from support.models.gpt import Case, Topology, start, take_step
+from support.models.gpt import Case, stepped
 from support.ranks import run
+from support.runs.topologies import ONE
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -150,12 +151,9 @@ def _stepped(case: Case, at_once: int) -> dict[str, Any]:
         mock.patch.object(newton_schulz, "takes_batches", lambda device: True),
         mock.patch.object(muon_rule, "orthogonalize_staged", counted),
     ):
-        built = start(case, Topology())
-        take_step(built, 0)
-    flops = [part.muon.meter.ns_flops for part in built.optimizer.chained_optimizers]
-    planned = [
-        part.muon.plan.ns_flops()[0] for part in built.optimizer.chained_optimizers
-    ]
+        built = stepped(case, ONE, 1)
+    flops = [part.muon.meter.ns_flops for part in built.parts]
+    planned = [part.muon.plan.ns_flops()[0] for part in built.parts]
     params = {
         name: param.detach().float().clone() for name, param in built.params.items()
     }
@@ -167,7 +165,7 @@ def test_a_step_in_batches_is_the_step_one_by_one() -> None:
     direction is as near to that of its matrix alone as in
     test_a_matrix_in_a_batch_has_the_bits_that_it_has_alone.
     """
-    case = Case(layers=2, moe=True, bf16=False).with_muon(ns_dtype="fp32")
+    case = Case(moe=True, bf16=False).with_muon(ns_dtype="fp32")
     (alone,), (batched,) = (run(_stepped, 1, case, at_once) for at_once in (1, 3))
     assert set(alone["sizes"]) == {1} and set(batched["sizes"]) == {1, 2, 3}
     assert sum(alone["sizes"]) == sum(batched["sizes"])

@@ -12,13 +12,14 @@ from support.models.gpt import (
     Case,
     Topology,
     held,
+    on_ranks,
     stepped,
     train,
     trained,
     truth,
     whole_weight,
 )
-from support.ranks import run_on
+from support.runs.topologies import DP4, PP2_DP2, TP2_DP2, TP2_DP3, TP2_PP2_DP2
 from support.runs.whole import differences, whole
 
 MATRICES = ("*.linear_qkv.weight", "*.linear_proj.weight", "*.linear_fc1.weight")
@@ -46,8 +47,7 @@ def spans(results: list[dict[str, Any]], name: str) -> list[tuple[int, int]]:
 
 
 def test_shard_cut_through_the_middle_of_a_row() -> None:
-    topology = Topology(2, 1, 3)
-    results = run_on(train, CASE, topology)
+    results = on_ranks(train, CASE, TP2_DP3)
     row_length = {
         "linear_proj": 48,
         "linear_qkv": 96,
@@ -69,8 +69,7 @@ def test_parameter_spread_over_all_ranks() -> None:
     case = replace(
         CASE, frozen=(*MATRICES, "*bias", "*layernorm*", "embedding*", "output*")
     )
-    topology = Topology(1, 1, 4)
-    results = run_on(train_and_meter, case, topology)
+    results = on_ranks(train_and_meter, case, DP4)
     held_by_name = {
         name: len(spans(results, name))
         for result in results
@@ -80,7 +79,7 @@ def test_parameter_spread_over_all_ranks() -> None:
         f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in (0, 1)
     }
     one = replace(case, frozen=(*case.frozen, "decoder.layers.0.*"))
-    only = run_on(train_and_meter, one, topology)
+    only = on_ranks(train_and_meter, one, DP4)
     assert len(spans(only, "decoder.layers.1.mlp.linear_fc2.weight")) == 4
     for each, got in ((case, results), (one, only)):
         assert differences(truth(each), whole(got)) == []
@@ -90,8 +89,8 @@ def test_rank_with_no_muon_piece() -> None:
     """Only one small matrix is trained beside the embedding and the output layer."""
     frozen = ("*.linear_fc?.weight", "*.linear_qkv.weight", "decoder.layers.0.*")
     case = replace(CASE, frozen=frozen)
-    topology = Topology(1, 1, 4)
-    results = run_on(train_and_meter, case, topology)
+    topology = DP4
+    results = on_ranks(train_and_meter, case, topology)
     name = "decoder.layers.1.self_attention.linear_proj.weight"
     assert len(spans(results, name)) < topology.dp
     assert [result["meters"]["matrices"] for result in results].count(
@@ -107,12 +106,11 @@ def test_stage_with_no_muon_matrix(layer: int) -> None:
         f"decoder.layers.{layer}.*{m}" for m in ("fc?.weight", "qkv.weight", "j.weight")
     )
     case = replace(CASE, frozen=frozen)
-    topology = Topology(2, 2, 2)
-    results = run_on(train_and_meter, case, topology)
+    results = on_ranks(train_and_meter, case, TP2_PP2_DP2)
     stages = {0: 0, 1: 0}
     for result in results:
-        stages[result["stage"]] += result["meters"]["matrices"]
-        if result["stage"] == layer:
+        stages[result["rank"][1]] += result["meters"]["matrices"]
+        if result["rank"][1] == layer:
             assert result["meters"] == {"matrices": 0, "flops": 0, "sent": 0}
     assert stages == {layer: 0, 1 - layer: 6}
     assert differences(truth(case), whole(results)) == []
@@ -125,13 +123,13 @@ def test_stage_with_nothing_to_train() -> None:
     case = replace(
         CASE, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*")
     )
-    assert differences(truth(case), trained(case, Topology(1, 2, 2))) == []
+    assert differences(truth(case), trained(case, PP2_DP2)) == []
 
 
 def test_frozen_parameter_keeps_its_value_and_has_no_state() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     case = replace(CASE, frozen=(name,))
-    result = trained(case, Topology(2, 1, 2))
+    result = trained(case, TP2_DP2)
     initial = whole_weight(case, name, (260, 96))
     assert torch.equal(result["params"][name], initial)
     assert name not in result["main"] and name not in result["exp_avg"]

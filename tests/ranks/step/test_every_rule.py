@@ -21,15 +21,37 @@ from megatron_muon.rules.fused import trial
 from megatron_muon.rules.muon import Foreach
 from ranks.errors.test_half_done import check_half_step
 from ranks.results.test_nonfinite import FC1, _planted
-from support.checkpoints.saving import load, save
-from support.models.gpt import Case, Topology, start, take_step, trained
-from support.ranks import error_of, run, run_alone, run_on
+from support.checkpoints.saving import formats, load, save
+from support.models.gpt import (
+    Case,
+    Topology,
+    on_ranks,
+    start,
+    stepped,
+    take_step,
+    trained,
+)
+from support.ranks import error_of, run
 from support.runs.cases import lr_at, muon_weights
 from support.runs.own_rules import HERE
+from support.runs.topologies import (
+    DP2,
+    DP2_EP2,
+    DP3,
+    DP3_OVERLAP,
+    DP4_INSTANCES2,
+    ONE,
+    PP2,
+    PP2_DP2_EP2,
+    TP2,
+    TP2_DP2,
+    TP2_DP2_EP2_ETP1,
+    TP2_DP3,
+    TP2_PP2_DP2,
+)
 from support.runs.watching import having, logged, promised
 
-PLAIN = Case(layers=2, steps=3, bf16=False, weight_decay=0.0)
-CASE = PLAIN.with_muon(rule="hyperball", ns_dtype="fp32")
+CASE = Case(bf16=False, weight_decay=0.0).with_muon(rule="hyperball", ns_dtype="fp32")
 OWN = f"{HERE}:polar_express"  # one of a user's own
 RULES = ("hyperball", "normuon", "namo", OWN)
 MOE = replace(CASE, moe=True)
@@ -39,29 +61,21 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 TOLERANCE = 1e-5
 
 
-def _by(rule: str, case: Case) -> Case:
-    """The same with another rule; the later setting counts."""
-    return case.with_muon(rule=rule)
-
-
 COLUMNS = CASE.with_muon(splits=(("*.linear_proj.*", "cols:48,48"),))
 GIVEN = CASE.with_muon(radii=(("*.linear_*", 7.0), ("*.linear_fc1.*", 3.0)))
 CASES = {
-    "tp": (CASE, Topology(tp=2, dp=2)),
-    "cut by shards": (CASE, Topology(dp=3, overlap=True)),
-    "pipeline": (CASE, Topology(tp=2, pp=2, dp=2)),
-    "instances": (CASE, Topology(dp=4, instances=2)),
-    "rounds": (CASE.with_muon(round_bytes=1), Topology(tp=2, dp=2)),
-    "replicas": (replace(CASE, mla="duplicated"), Topology(tp=2, dp=2)),
-    "shared": (CASE.with_muon(split_matrices=2), Topology(dp=2)),
-    "shared over tp": (CASE.with_muon(split_matrices=4), Topology(tp=2, dp=3)),
-    "columns that are units": (COLUMNS, Topology(tp=2, dp=3)),
-    "heads": (CASE.with_muon(splits=((QKV, "heads"),)), Topology(tp=2)),
-    "experts": (MOE, Topology(dp=2, ep=2)),
-    "experts over tp": (
-        MOE,
-        Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
-    ),
+    "tp": (CASE, TP2_DP2),
+    "cut by shards": (CASE, DP3_OVERLAP),
+    "pipeline": (CASE, TP2_PP2_DP2),
+    "instances": (CASE, DP4_INSTANCES2),
+    "rounds": (CASE.with_muon(round_bytes=1), TP2_DP2),
+    "replicas": (replace(CASE, mla="duplicated"), TP2_DP2),
+    "shared": (CASE.with_muon(split_matrices=2), DP2),
+    "shared over tp": (CASE.with_muon(split_matrices=4), TP2_DP3),
+    "columns that are units": (COLUMNS, TP2_DP3),
+    "heads": (CASE.with_muon(splits=((QKV, "heads"),)), TP2),
+    "experts": (MOE, DP2_EP2),
+    "experts over tp": (MOE, TP2_DP2_EP2_ETP1),
 }
 
 
@@ -76,17 +90,15 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_it_is_that_of_one_process(name: str, rule: str) -> None:
     case, topology = CASES[name]
-    _equals_one_process(_by(rule, case), topology)
+    _equals_one_process(case.with_muon(rule=rule), topology)
 
 
 def test_given_radii_are_those_of_one_process() -> None:
-    _equals_one_process(GIVEN, Topology(tp=2, dp=2))
+    _equals_one_process(GIVEN, TP2_DP2)
 
 
 def _equals_one_process(case: Case, topology: Topology) -> None:
-    alone = dict(case.muon)
-    alone.pop("split_matrices", None)
-    expected = trained(replace(case, muon=tuple(alone.items())), Topology())
+    expected = trained(case.with_muon(split_matrices=None), ONE)
     found = trained(case, topology)
     for kind in ("main", "exp_avg"):
         for param, value in expected[kind].items():
@@ -117,10 +129,9 @@ def test_an_update_has_the_root_mean_square_that_is_promised(rule: str) -> None:
     """Of a first step, in which NAMO's factor is 1, whose directions are as orthogonal
     as five steps of Newton-Schulz make them.
     """
-    case = replace(_by(rule, CASE), steps=1)
-    topology = Topology(tp=2, dp=2)
-    before = trained(replace(case, steps=0), topology)["main"]
-    after = trained(case, topology)["main"]
+    case = replace(CASE.with_muon(rule=rule), steps=1)
+    before = trained(replace(case, steps=0), TP2_DP2)["main"]
+    after = trained(case, TP2_DP2)["main"]
     for name in muon_weights(case):
         update = (after[name] - before[name]).double() / lr_at(case, 0, name)
         root_mean = float(update.square().mean().sqrt())
@@ -129,7 +140,7 @@ def test_an_update_has_the_root_mean_square_that_is_promised(rule: str) -> None:
 
 
 def test_a_given_radius_is_the_norm_after_a_step() -> None:
-    after = trained(GIVEN, Topology(dp=2))["main"]
+    after = trained(GIVEN, DP2)["main"]
     for param in muon_weights(GIVEN):
         units = 3 if "linear_qkv" in param else 1
         radius = 3.0 if "linear_fc1" in param else 7.0
@@ -140,9 +151,9 @@ def test_a_given_radius_is_the_norm_after_a_step() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_momentum_in_fewer_bytes(rule: str) -> None:
     """On one rank, where blocks are not cut; the weights are not those of fp32."""
-    case = _by(rule, CASE.with_muon(momentum_dtype="int8"))
-    after = trained(case, Topology())["main"]
-    plain = trained(_by(rule, CASE), Topology())["main"]
+    case = CASE.with_muon(rule=rule, momentum_dtype="int8")
+    after = trained(case, ONE)["main"]
+    plain = trained(CASE.with_muon(rule=rule), ONE)["main"]
     for param in muon_weights(case):
         assert not torch.equal(after[param], plain[param])
         norm = float(plain[param].norm())
@@ -157,19 +168,19 @@ def test_a_momentum_in_fewer_bytes_over_every_topology(name: str, rule: str) -> 
     fp32.
     """
     plain, topology = CASES[name]
-    case = _by(rule, plain.with_muon(momentum_dtype="int8"))
+    case = plain.with_muon(rule=rule, momentum_dtype="int8")
     found = trained(replace(case, steps=1), topology)["main"]
-    expected = trained(replace(_by(rule, plain), steps=1), topology)["main"]
+    expected = trained(replace(plain.with_muon(rule=rule), steps=1), topology)["main"]
     for param, value in expected.items():
         assert torch.equal(found[param], value), param
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("topology", [ONE, TP2_DP2])
 def test_a_gradient_that_is_not_finite_leaves_its_matrix(
     topology: Topology, rule: str
 ) -> None:
-    case = _by(rule, CASE)
+    case = CASE.with_muon(rule=rule)
     after = trained(case, topology, _planted(FC1, math.nan))["main"]
     before = trained(replace(case, steps=1), topology)["main"]
     plain = trained(case, topology)["main"]
@@ -185,22 +196,22 @@ def test_a_matrix_with_units_of_columns_stays_as_a_whole(
     """However its shards are cut: the mark of a slice is its first element."""
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     planted = _planted(name, math.nan, (3, column))
-    case = _by(rule, COLUMNS)
-    before = trained(replace(case, steps=1), Topology(dp=3))["main"][name]
-    for topology in (Topology(), Topology(dp=3)):
+    case = COLUMNS.with_muon(rule=rule)
+    before = trained(replace(case, steps=1), DP3)["main"][name]
+    for topology in (ONE, DP3):
         after = trained(case, topology, planted)["main"][name]
         torch.testing.assert_close(after, before, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("rule", ["normuon", "namo"])
 def test_a_load_heals_half_a_step(rule: str, tmp_path: Path) -> None:
-    case = _by(rule, CASE.with_muon(round_bytes=1))
-    check_half_step(case, Topology(tp=2), "momentum", "torch", tmp_path)
+    case = CASE.with_muon(rule=rule, round_bytes=1)
+    check_half_step(case, TP2, "momentum", formats()[-1], tmp_path)
 
 
 def _dtypes(rule: str) -> list[set[torch.dtype]]:
     """Of directions: in a step, and in the trial of kernels before the first one."""
-    built = start(_by(rule, Case(layers=1, weight_decay=0.0)), Topology())
+    built = start(Case(layers=1, weight_decay=0.0).with_muon(rule=rule), ONE)
     numerics = built.optimizer.chained_optimizers[0].muon.numerics
     found: list[set[torch.dtype]] = []
     for act in (
@@ -219,15 +230,14 @@ def _dtypes(rule: str) -> list[set[torch.dtype]]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_kernels_of_its_directions_are_tried_before_a_step(rule: str) -> None:
-    (in_step, tried) = run_alone(_dtypes, rule)
+    ((in_step, tried),) = run(_dtypes, 1, rule)
     assert in_step and in_step <= tried
 
 
 def _loads_in_between() -> list[float]:
     """A run of two steps with a load after the first; only the first stage trains."""
     case = replace(CASE, frozen=("decoder.layers.1.*", "decoder.final*", "output*"))
-    built = start(case, Topology(pp=2))
-    take_step(built, 0)
+    built = stepped(case, PP2, 1)
     built.optimizer.load_state_dict(built.optimizer.state_dict())
     take_step(built, 1)
     return list(built.log["norms"])
@@ -241,8 +251,7 @@ def test_a_load_within_a_run_where_a_stage_is_frozen() -> None:
 def _saves_doubled(*of_run: Any) -> dict[str, float]:
     """Radii that no norm equals, as a run has saved them."""
     case, topology, format, folder = of_run
-    built = start(case, topology)
-    take_step(built, 0)
+    built = stepped(case, topology, 1)
     radii = built.optimizer.radii
     radii.known = {name: 2 * radius for name, radius in radii.known.items()}
     save(built, folder, format)
@@ -260,24 +269,21 @@ def _loads(*of_run: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("case", "format", "at_load"),
     [
-        (COLUMNS, WHOLE_WEIGHTS, Topology(tp=2)),
-        (MOE, WHOLE_WEIGHTS, Topology(pp=2, ep=2, dp=2)),
-        (COLUMNS, "torch", Topology()),
+        (COLUMNS, WHOLE_WEIGHTS, TP2),
+        (MOE, WHOLE_WEIGHTS, PP2_DP2_EP2),
+        (COLUMNS, "torch", ONE),
     ],
-    ids=["columns over tp", "experts", "torch"],
 )
 def test_radii_are_those_of_the_checkpoint(
     case: Case, format: str, at_load: Topology, tmp_path: Path
 ) -> None:
-    (saved,) = run_on(_saves_doubled, case, Topology(), format, str(tmp_path))
-    world = at_load.world_size
-    for loaded in run(_loads, world, case, at_load, format, str(tmp_path)):
+    (saved,) = on_ranks(_saves_doubled, case, ONE, format, tmp_path)
+    for loaded in on_ranks(_loads, case, at_load, format, tmp_path):
         assert loaded == saved
 
 
 def _refuses(saved: Any) -> str:
-    built = start(CASE, Topology(dp=2))
-    take_step(built, 0)
+    built = stepped(CASE, DP2, 1)
     state = built.optimizer.state_dict()
     known = state[RECORD]["radii"]
     state[RECORD] = {**state[RECORD], "radii": saved}
@@ -288,9 +294,7 @@ def _refuses(saved: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "saved",
-    [[1.0], {"a": "1"}, {1: 1.0}, {"a": True}, {"a": math.inf}, {"a": 1e39}],
-    ids=str,
+    "saved", [[1.0], {"a": "1"}, {1: 1.0}, {"a": True}, {"a": math.inf}, {"a": 1e39}]
 )
 def test_radii_that_are_none_are_refused_before_anything_is_loaded(saved: Any) -> None:
     for text in run(_refuses, 2, saved):
@@ -301,18 +305,17 @@ def test_radii_that_are_none_are_refused_before_anything_is_loaded(saved: Any) -
 
 def test_numbers_have_updates_of_the_radii() -> None:
     """W's RMS, times 0.75 to 0.95 or so of an orthogonal direction's."""
-    topology = Topology(tp=2, dp=2)
-    assert promised(CASE, topology) == {}
-    for rows in logged(CASE, topology)[1]:
+    assert promised(CASE, TP2_DP2) == {}
+    for rows in logged(CASE, TP2_DP2)[1]:
         for numbers in having(rows, "momentum_norm").values():
             assert 0.5 < numbers["update_rms"] / numbers["weight_rms"] < 1.25
 
 
 @pytest.mark.parametrize("rule", ["normuon", "namo"])
 def test_numbers_have_updates_where_they_are_the_directions(rule: str) -> None:
-    case = replace(_by(rule, CASE), steps=2)
-    steps = [having(rows, "momentum_norm") for rows in logged(case, Topology())[1]]
-    assert bool(promised(case, Topology())) == (rule == "normuon")
+    case = replace(CASE.with_muon(rule=rule), steps=2)
+    steps = [having(rows, "momentum_norm") for rows in logged(case, ONE)[1]]
+    assert bool(promised(case, ONE)) == (rule == "normuon")
     for numbers in (row for rows in steps for row in rows.values()):
         if rule == "normuon":
             assert numbers["update_rms"] == pytest.approx(0.2, rel=1e-4)
@@ -347,11 +350,10 @@ def _error(case: Case, topology: Topology) -> str:
             r"layers.1.mlp.linear_fc1.weight: the norm is not from 1e-15 to 1e+15",
         ),
     ],
-    ids=["weight decay", "zero"],
 )
 def test_what_it_cannot_keep_is_refused_on_all_ranks_before_anything_changes(
     case: Case, text: str
 ) -> None:
-    for found in run_on(_error, case, Topology(tp=2)):
+    for found in on_ranks(_error, case, TP2):
         assert text in found
         assert "--muon-" in found  # the way out

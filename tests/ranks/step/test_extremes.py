@@ -5,7 +5,6 @@ the step in which it did not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,17 @@ import torch
 from megatron_muon.settings.rules import RULES
 from ranks.results.test_nonfinite import FC1, _changed
 from ranks.step.test_every_rule import CASE
-from support.models.gpt import Case, Topology, held, start, take_step, take_steps
-from support.ranks import error_of, run_alone, run_on
+from support.models.gpt import (
+    Case,
+    Topology,
+    held,
+    on_ranks,
+    start,
+    take_step,
+    take_steps,
+)
+from support.ranks import error_of, run
+from support.runs.topologies import ONE, TP2_DP2
 from support.runs.whole import differences, whole
 
 Held = dict[str, dict[str, torch.Tensor]]
@@ -35,17 +43,16 @@ def _two_steps(case: Case, topology: Topology, change: Change) -> tuple[Any, Any
     with _changed(FC1, change):
         built = start(case, topology)
         take_steps(built, range(2))
-    (part,) = built.optimizer.chained_optimizers
-    return held(built), part.muon.nonfinite.skipped(waits=True)
+    return held(built), built.part.muon.nonfinite.skipped(waits=True)
 
 
 def _main(case: Case, topology: Topology, change: Change) -> tuple[Held, set[Any]]:
-    ranks = run_on(_two_steps, case, topology, change)
+    ranks = on_ranks(_two_steps, case, topology, change)
     skipped = {(name, *n) for _, counts in ranks for name, n in counts.items()}
     return {"main": whole([one for one, _ in ranks])["main"]}, skipped
 
 
-@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("topology", [ONE, TP2_DP2])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_finite_gradient_of_any_size_moves_its_matrix_or_is_counted(
     rule: str, topology: Topology
@@ -74,15 +81,15 @@ def _to_the_edge(grad: torch.Tensor, step: int) -> None:
 def test_namo_counts_a_square_that_only_its_factors_take_out_of_range() -> None:
     """‖G‖² is 2.25e38, and of U = 1.95 · G it is beyond fp32's 3.4e38."""
     case = CASE.with_muon(rule="namo")
-    before, _ = _main(case, Topology(), partial(_scale, 0.0))
-    found, skipped = _main(case, Topology(), _to_the_edge)
+    before, _ = _main(case, ONE, partial(_scale, 0.0))
+    found, skipped = _main(case, ONE, _to_the_edge)
     assert skipped == {(FC1, 1, 0)}
     assert torch.equal(found["main"][FC1], before["main"][FC1])
 
 
 def _too_large(case: Case) -> str:
     """Weights of a norm whose square fp32 does not have."""
-    built = start(case, Topology())
+    built = start(case, ONE)
     for name, weight in built.ddp.module.named_parameters():
         if name == FC1:
             weight.data.mul_(2.0**100)
@@ -90,7 +97,7 @@ def _too_large(case: Case) -> str:
     return error_of(lambda: take_step(built, 0))
 
 
-@pytest.mark.parametrize("given", [(), (("radii", ((FC1, 3.0),)),)], ids=["", "given"])
+@pytest.mark.parametrize("given", [{}, {"radii": ((FC1, 3.0),)}])
 def test_a_norm_whose_square_is_not_finite_is_refused(given: Any) -> None:
-    text = run_alone(_too_large, replace(CASE, muon=(*CASE.muon, *given)))
+    (text,) = run(_too_large, 1, CASE.with_muon(**given))
     assert f"{FC1}: the norm is not from 1e-15 to 1e+15, and rule" in text

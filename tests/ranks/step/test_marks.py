@@ -20,11 +20,12 @@ import megatron_muon
 from megatron_muon.lab.trace.events import files_of
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from support.installed import installed
-from support.models.gpt import Case, Topology, start, take_step
-from support.ranks import run, run_on
+from support.models.gpt import Case, Topology, on_ranks, start, take_step
+from support.ranks import run
+from support.runs.topologies import DP3, TP2, TP2_PP2
 
-CASE = Case(layers=2)
-TOPOLOGIES = {"dp3": Topology(dp=3), "tp2-pp2": Topology(tp=2, pp=2)}
+CASE = Case()
+TOPOLOGIES = {"dp3": DP3, "tp2-pp2": TP2_PP2}
 
 
 def _traced(case: Case, topology: Topology, folder: str) -> int:
@@ -57,7 +58,7 @@ def test_a_profile_has_the_marks_of_both_optimizers_and_the_bytes_that_a_rank_se
 ) -> None:
     topology = TOPOLOGIES[which]
     case = replace(CASE, optimizer=optimizer)
-    sent = run_on(_traced, case, topology, str(tmp_path))
+    sent = on_ranks(_traced, case, topology, str(tmp_path))
     traces = {trace.rank: trace for trace in map(RankTrace, files_of(tmp_path))}
     assert sorted(traces) == list(range(topology.world_size))
     for rank, trace in traces.items():
@@ -70,7 +71,7 @@ def test_a_profile_has_the_marks_of_both_optimizers_and_the_bytes_that_a_rank_se
     assert (sum(sent) > 0) == (optimizer == "muon")
 
 
-STEPPED = Case(layers=2, steps=1)
+STEPPED = Case(steps=1)
 PHASES = ["momentum", "gather", "adamw", "newton_schulz", "scatter", "update"]
 # What communicates is started in a phase and waited for in another of its name.
 STEP = [
@@ -95,9 +96,9 @@ def _timed(log_level: int) -> dict[str, float]:
     """Seconds by timer that Megatron's ``Timers`` have after a step."""
     from megatron.core.timers import Timers
 
-    built = start(STEPPED, Topology(tp=2))
+    built = start(STEPPED, TP2)
     timers = Timers(log_level, "all")
-    for megatron in built.optimizer.chained_optimizers:
+    for megatron in built.parts:
         megatron.config.timers = timers
     take_step(built, 0)
     return {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
@@ -117,7 +118,7 @@ def test_phases_are_timed_at_log_level_2_alone() -> None:
 
 
 def _profiled() -> list[str]:
-    built = start(STEPPED, Topology(tp=2))
+    built = start(STEPPED, TP2)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         take_step(built, 0)
     events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)

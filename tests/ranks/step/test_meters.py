@@ -17,49 +17,52 @@ from megatron_muon.planning.sharing.strips import SharedMatrix
 from support.models.gpt import (
     Case,
     Topology,
-    distributed_optimizers,
+    on_ranks,
     prepare_step,
     start,
+    stepped,
     take_step,
 )
-from support.ranks import run_on
 from support.rounds import silent_rounds
+from support.runs.topologies import (
+    DP3,
+    DP4_EP2,
+    DP4_EP4,
+    ONE,
+    TP2_CP2,
+    TP2_DP2,
+    TP2_DP2_EP2,
+    TP2_DP2_OVERLAP,
+    TP2_EP2_ETP1,
+    TP2_PP2_DP2,
+)
 from support.small_squares import rows_of_small_squares
 
-CASE = Case(layers=2, steps=2)
-MOE = Case(layers=2, steps=2, moe=True)
+CASE = Case(steps=2)
+MOE = Case(steps=2, moe=True)
 # Two large dense matrices on two of four ranks, which give experts away for them.
 FEW_DENSE = ("*.linear_proj.weight", "*.router.weight", "*.shared_experts.*")
 GIVEN_AWAY = MOE.with_muon(split_qkv=False, muon_exclude=FEW_DENSE)
 RUNS = [
-    (CASE, Topology(1, 1, 1)),
-    (CASE, Topology(1, 1, 3)),
-    (CASE, Topology(2, 1, 2)),
-    (CASE, Topology(2, 1, 2, overlap=True)),
-    (CASE, Topology(2, 2, 2)),
-    (CASE, Topology(2, 1, 1, cp=2)),
+    (CASE, ONE),
+    (CASE, DP3),
+    (CASE, TP2_DP2),
+    (CASE, TP2_DP2_OVERLAP),
+    (CASE, TP2_PP2_DP2),
+    (CASE, TP2_CP2),
     (CASE, Topology(dp=6, instances=2)),
     (Case(layers=4, steps=2), Topology(pp=2, chunks=2)),
-    (MOE, Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True)),
+    (MOE, TP2_EP2_ETP1),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
-    (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
-    (GIVEN_AWAY, Topology(dp=4, ep=4)),
-    (
-        GIVEN_AWAY.with_muon(round_bytes=1 << 14),
-        Topology(dp=4, ep=4),
-    ),
-    (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
-    (CASE.with_muon(ns_iteration="gram"), Topology(2, 1, 2)),
-    (CASE.with_muon(split_matrices=2), Topology(2, 1, 2)),
-    (replace(CASE.with_muon(split_matrices=5), ffn=264), Topology(2, 1, 2)),
-    (
-        CASE.with_muon(split_matrices=4, ns_iteration="gram"),
-        Topology(1, 1, 3),
-    ),
-    (
-        MOE.with_muon(ns_iteration="auto", ns_dtype="fp16"),
-        Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True),
-    ),
+    (Case(steps=2, moe=True, grouped="legacy"), DP4_EP2),
+    (GIVEN_AWAY, DP4_EP4),
+    (GIVEN_AWAY.with_muon(round_bytes=1 << 14), DP4_EP4),
+    (Case(steps=2, mla="duplicated"), TP2_DP2),
+    (CASE.with_muon(ns_iteration="gram"), TP2_DP2),
+    (CASE.with_muon(split_matrices=2), TP2_DP2),
+    (replace(CASE, ffn=264).with_muon(split_matrices=5), TP2_DP2),
+    (CASE.with_muon(split_matrices=4, ns_iteration="gram"), DP3),
+    (MOE.with_muon(ns_iteration="auto", ns_dtype="fp16"), TP2_EP2_ETP1),
 ]
 
 
@@ -122,9 +125,8 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
     """
     import megatron_muon
 
-    built = start(case, topology)
-    take_step(built, 0)
-    megatrons = distributed_optimizers(built.optimizer)
+    built = stepped(case, topology, 1)
+    megatrons = built.parts
     take_step(built, 1)  # leaves the meter of a whole step
     whole_step = megatron_muon.meter(built.optimizer)
     for megatron in megatrons:
@@ -201,12 +203,11 @@ def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        (CASE, Topology(dp=3)),
-        (CASE, Topology(2, 2, 2)),
+        (CASE, DP3),
+        (CASE, TP2_PP2_DP2),
         (CASE, Topology(dp=6, instances=2)),
-        (MOE, Topology(2, 1, 2, ep=2, sequence_parallel=True)),
+        (MOE, TP2_DP2_EP2),
     ],
-    ids=lambda value: str(value) if isinstance(value, Topology) else "",
 )
 def test_the_first_step_makes_no_group_and_gathers_no_object(
     case: Case, topology: Topology
@@ -214,7 +215,7 @@ def test_the_first_step_makes_no_group_and_gathers_no_object(
     """Communicators exist before it, and all ranks call the same collectives in one
     order.
     """
-    every, met = zip(*run_on(_first_step, case, topology), strict=True)
+    every, met = zip(*on_ranks(_first_step, case, topology), strict=True)
     assert all(met)
     for names in every:
         assert not [n for n in names if "object" in n or n in ("new_group", "barrier")]
@@ -242,7 +243,7 @@ _STEPS += [
 )
 def counted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     step, case, topology = request.param
-    return run_on(step, case, topology)
+    return on_ranks(step, case, topology)
 
 
 def test_bytes_on_the_wire_are_the_meters_the_plans_and_those_that_plan_prints(
@@ -258,9 +259,8 @@ def test_bytes_on_the_wire_are_the_meters_the_plans_and_those_that_plan_prints(
 
 def test_experts_travel_where_only_dense_matrices_do_by_themselves() -> None:
     """What the rows with ``GIVEN_AWAY`` rest on: an expert is whole on its rank."""
-    topology = Topology(dp=4, ep=4)
     for case, travel in ((MOE, [True, False]), (GIVEN_AWAY, [True, True])):
-        every = run_on(_step_counted, case, topology)
+        every = on_ranks(_step_counted, case, DP4_EP4)
         assert [rank["travel"] for rank in every] == [travel] * 4
     work = [rank["plan"][1] for rank in every]
     assert max(work) <= 1.1 * sum(work) / 4

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from support.models import gpt
-from support.models.gpt import Case, Topology, check, start, take_step, trained, truth
-from support.ranks import run_alone
+from support.models.gpt import Case, check, stepped, trained, truth
+from support.ranks import run
+from support.runs.topologies import ONE, TP2_DP2, TP2_DP2_EP2_ETP1, TP2_DP3
 from support.runs.whole import differences
 
 NAMES = (
@@ -32,7 +33,7 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 def test_a_matrix_stands_still_once_its_gradient_is_zero(bf16: bool) -> None:
     case = replace(STOPPED, bf16=bf16)
-    after = check(case, Topology(2, 1, 3))
+    after = check(case, TP2_DP3)
     before = truth(replace(case, steps=case.zero_from))
     for name, weight in after["main"].items():
         assert torch.equal(weight, before["main"][name]) == (name in NAMES), name
@@ -44,8 +45,7 @@ def test_a_matrix_stands_still_once_its_gradient_is_zero(bf16: bool) -> None:
 def test_an_expert_without_tokens_stands_still() -> None:
     idle = ("*.local_experts.3.*",)
     case = Case(steps=4, weight_decay=0.0, moe=True, zero_grads=idle, zero_from=2)
-    topology = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
-    after = check(case, topology)
+    after = check(case, TP2_DP2_EP2_ETP1)
     before = truth(replace(case, steps=2))
     stood = {n for n, w in after["main"].items() if torch.equal(w, before["main"][n])}
     assert stood == {name for name in after["main"] if ".local_experts.3." in name}
@@ -70,8 +70,8 @@ def _no_gradient_of_v() -> Iterator[None]:
 
 def test_a_part_without_gradient_stands_still_beside_parts_that_move() -> None:
     case = Case(steps=4, weight_decay=0.0)
-    one = trained(case, Topology(), _no_gradient_of_v)
-    assert differences(one, trained(case, Topology(2, 1, 2), _no_gradient_of_v)) == []
+    one = trained(case, ONE, _no_gradient_of_v)
+    assert differences(one, trained(case, TP2_DP2, _no_gradient_of_v)) == []
     moved = one["main"][QKV] != truth(replace(case, steps=2))["main"][QKV]
     parts = moved.view(2, 5, 16, -1)
     assert parts[:, :4].float().mean() > 0.99 and not parts[:, 4].any()
@@ -81,10 +81,10 @@ def _shards(built: gpt.Built) -> dict[str, torch.Tensor]:
     """Main parameters by name."""
     from megatron_muon.mcore.host.shards import owned_shards
 
-    names = built.names
+    names = {id(param): name for name, param in built.params.items()}
     return {
         names[id(param)]: shard
-        for part in gpt.distributed_optimizers(built.optimizer)
+        for part in built.parts
         for param, shard in owned_shards(part)
     }
 
@@ -93,10 +93,9 @@ def _ways(case: Case, scale: float) -> dict[str, float]:
     """Root mean square of a step, by name, with gradients this small after one that is
     not.
     """
-    built = start(case, Topology())
-    take_step(built, 0)
+    built = stepped(case, ONE, 1)
     shards = _shards(built)
-    for part in gpt.distributed_optimizers(built.optimizer):
+    for part in built.parts:
         for state in part.optimizer.state.values():
             state["exp_avg"].zero_()
     before = {name: shard.clone() for name, shard in shards.items()}
@@ -104,7 +103,7 @@ def _ways(case: Case, scale: float) -> dict[str, float]:
         shard.grad = scale * torch.randn(
             shard.shape, generator=torch.Generator().manual_seed(1)
         )
-    for part in gpt.distributed_optimizers(built.optimizer):
+    for part in built.parts:
         part.optimizer.step()
     return {
         n: float((shard - before[n]).square().mean().sqrt())
@@ -118,6 +117,6 @@ def test_a_gradient_of_any_size_moves_a_matrix_by_a_whole_update(scale: float) -
     0.2 lr; 5 % more for rounding in bf16.
     """
     case = Case(lr=1e-3, weight_decay=0.0)
-    ways = run_alone(_ways, case, scale)
+    (ways,) = run(_ways, 1, case, scale)
     for name in gpt.muon_weights(case):
         assert 0.68 * 0.95 <= ways[name] / (0.2 * 1e-3) <= 1.13 * 1.05, name

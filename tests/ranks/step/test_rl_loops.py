@@ -17,25 +17,24 @@ from support.models.gpt import (
     Built,
     Case,
     Topology,
-    distributed_optimizers,
     held,
+    on_ranks,
     prepare_step,
     start,
     truth,
 )
-from support.ranks import run_on
 from support.runs.messages import late_gathers
+from support.runs.topologies import TP2_DP2
 from support.runs.whole import differences, whole
 
-ROUNDS = ("round_bytes", 1)  # a round for each parameter
-DENSE = Case(muon=(ROUNDS,))
-EXPERTS = Case(muon=(ROUNDS,), moe=True)
+DENSE = Case().with_muon(round_bytes=1)  # a round for each parameter
+EXPERTS = replace(DENSE, moe=True)
 IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
 ADAMW = replace(DENSE, optimizer="adam")
 RUNS = [
-    pytest.param(DENSE, IN_BUCKETS, id="dp3"),
-    pytest.param(EXPERTS, Topology(dp=4, ep=2, overlap=True), id="experts"),
-    pytest.param(DENSE, Topology(tp=2, dp=2), id="without overlap"),
+    (DENSE, IN_BUCKETS),
+    (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
+    (DENSE, TP2_DP2),
 ]
 
 
@@ -105,7 +104,7 @@ def _exported(
 def test_weights_exported_right_after_a_step_are_that_steps(
     case: Case, topology: Topology, sync: Callable[[Built], None]
 ) -> None:
-    ranks = run_on(_exported, case, topology, sync)
+    ranks = on_ranks(_exported, case, topology, sync)
     assert [found["unlike"] for rank in ranks for found in rank] == [
         []
     ] * case.steps * len(ranks)
@@ -132,9 +131,9 @@ def _read(case: Case, topology: Topology) -> tuple[bool, int]:
 
 
 def test_a_plain_read_is_never_staler_than_under_adamw() -> None:
-    adamw = run_on(_read, ADAMW, IN_BUCKETS)
+    adamw = on_ranks(_read, ADAMW, IN_BUCKETS)
     for (whole_words, fresh), (_, least) in zip(
-        run_on(_read, DENSE, IN_BUCKETS), adamw, strict=True
+        on_ranks(_read, DENSE, IN_BUCKETS), adamw, strict=True
     ):
         assert whole_words and fresh >= 0.99 * least
 
@@ -168,7 +167,7 @@ def _asleep(built: Built) -> Iterator[None]:
 
 def _move_state(built: Built) -> None:
     """Main parameters and state tensors to other memory; what they had is NaN."""
-    for part in distributed_optimizers(built.optimizer):
+    for part in built.parts:
         for shards in part.shard_fp32_from_float16_groups:
             for shard in shards:
                 old, shard.data = shard.data, shard.data.clone()
@@ -213,12 +212,12 @@ def _slept(
         return held(built)
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "waits"])
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("case", "topology"), RUNS)
 def test_memory_may_be_given_back_right_after_a_step(
     case: Case, topology: Topology, waits: bool
 ) -> None:
-    results = run_on(_slept, case, topology, waits)
+    results = on_ranks(_slept, case, topology, waits)
     assert differences(truth(case), whole(results)) == []
 
 
@@ -226,5 +225,5 @@ def test_memory_may_be_given_back_right_after_a_step(
 def test_state_comes_back_from_megatrons_own_offload(
     case: Case, topology: Topology
 ) -> None:
-    results = run_on(_slept, case, topology, False, _megatron_moves)
+    results = on_ranks(_slept, case, topology, False, _megatron_moves)
     assert differences(truth(case), whole(results)) == []

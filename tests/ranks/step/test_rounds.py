@@ -34,16 +34,18 @@ from support.models.gpt import (
     Case,
     Topology,
     check,
-    distributed_optimizers,
+    on_ranks,
     start,
+    stepped,
     take_step,
     truth,
 )
-from support.ranks import run, run_on
+from support.ranks import run
 from support.rounds import silent_rounds
+from support.runs.topologies import DP3, DP4_EP2, TP2, TP2_DP2, TP2_DP2_EP2_ETP1
 from support.runs.whole import differences
 
-CASE = Case(layers=2, steps=2)
+CASE = Case(steps=2)
 # a fc1 has 98 kB, a projection 11 kB
 SMALL = CASE.with_muon(round_bytes=20_000)
 ALONE = CASE.with_muon(round_bytes=1)
@@ -143,28 +145,24 @@ def test_small_matrices_come_first_where_homes_have_much() -> None:
     assert means[0] < means[-1]
 
 
-@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
-@pytest.mark.parametrize(
-    "topology",
-    [Topology(dp=3), Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [SMALL, ALONE])
+@pytest.mark.parametrize("topology", [DP3, TP2_DP2, Topology(2, 2, 2, overlap=True)])
 def test_rounds_change_no_bit(case: Case, topology: Topology) -> None:
     assert differences(truth(CASE), check(case, topology)) == []
 
 
-@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+@pytest.mark.parametrize("case", [SMALL, ALONE])
 def test_rounds_of_experts_change_no_bit(case: Case) -> None:
     moe = replace(case, moe=True)
-    topology = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
-    assert differences(truth(replace(CASE, moe=True)), check(moe, topology)) == []
+    assert (
+        differences(truth(replace(CASE, moe=True)), check(moe, TP2_DP2_EP2_ETP1)) == []
+    )
 
 
 def _before_a_step(case: Case, topology: Topology) -> Any:
     """An optimizer that has taken a step, with gradients."""
-    built = start(case, topology)
-    take_step(built, 0)
-    (megatron,) = distributed_optimizers(built.optimizer)
+    built = stepped(case, topology, 1)
+    megatron = built.part
     for shard in megatron.get_parameters():
         shard.grad = torch.ones_like(shard)
     return megatron
@@ -186,12 +184,11 @@ def _counted(case: Case, topology: Topology) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+@pytest.mark.parametrize("case", [SMALL, ALONE])
 def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(
     case: Case,
 ) -> None:
-    topology = Topology(dp=3)
-    for rank, counted in enumerate(run(_counted, 3, case, topology)):
+    for rank, counted in enumerate(on_ranks(_counted, case, DP3)):
         plan = counted["plan"]
         silent = silent_rounds(plan)
         assert len(silent) > 2 and any(silent) and not all(silent), silent
@@ -222,20 +219,19 @@ def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("limit", "topology"),
     [
-        (60_000, Topology(tp=2, dp=2)),
-        (90_000, Topology(tp=2, dp=2)),
+        (60_000, TP2_DP2),
+        (90_000, TP2_DP2),
         (90_000, Topology(tp=2, dp=3, overlap=True)),
         (90_000, Topology(dp=4, overlap=True, bucket_size=20_000)),
     ],
-    ids=str,
 )
 def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
     limit: int, topology: Topology
 ) -> None:
-    case = replace(CASE.with_muon(round_bytes=limit), layers=4)
+    case = replace(CASE, layers=4).with_muon(round_bytes=limit)
     whole = replace(CASE, layers=4)
     for (step, alone, rounds), (without, _, one) in zip(
-        run(_peak, 4, case, topology), run(_peak, 4, whole, topology), strict=True
+        on_ranks(_peak, case, topology), on_ranks(_peak, whole, topology), strict=True
     ):
         assert rounds > 2 and one == 1
         assert step <= 2 * limit + alone
@@ -246,7 +242,7 @@ def _peers(topology: Topology) -> tuple[int, int]:
     """How many it connects to, and with how many it then shares a message."""
     built = start(replace(CASE, moe=True), topology)
     counts = []
-    for megatron in distributed_optimizers(built.optimizer):
+    for megatron in built.parts:
         plan, rank = megatron.muon.plan, dist.get_rank(megatron.stage_group)
         shared = set().union(
             *(table.peers for table in round_tables(plan.for_rank(rank), plan.matrices))
@@ -260,7 +256,7 @@ def test_connections_are_made_to_the_plans_peers_before_the_first_step() -> None
     """As on a GPU, whose library makes them in the first message else; here gloo has
     them.
     """
-    results = run(_peers, 4, Topology(dp=4, ep=2))
+    results = run(_peers, 4, DP4_EP2)
     assert (
         all(made == shared for made, shared in results)
         and sum(m for m, _ in results) > 0
@@ -272,8 +268,7 @@ Event = tuple[str, float, float]
 
 def _traced(case: Case, topology: Topology) -> list[Event]:
     """Of a step: what is called, and when it starts and ends in µs."""
-    built = start(case, topology)
-    take_step(built, 0)
+    built = stepped(case, topology, 1)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         take_step(built, 1)
     events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
@@ -289,7 +284,7 @@ def _named(events: list[Event], name: str) -> list[Event]:
 
 def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
     """Of each round but the first and last, which have one neighbour."""
-    for events in run_on(_traced, ALONE, Topology(tp=2)):
+    for events in on_ranks(_traced, ALONE, TP2):
         work = _named(events, "muon/newton_schulz")
         for half in ("gather", "scatter"):
             starts = _named(events, f"muon/{half}/collective")
@@ -310,7 +305,7 @@ def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waite
     on three ranks each, whose shards cut some.
     """
     early = []
-    for events in run_on(_traced, replace(CASE, moe=True), Topology(dp=6, ep=2)):
+    for events in on_ranks(_traced, replace(CASE, moe=True), Topology(dp=6, ep=2)):
         names = [name for name, *_ in events]
         momentum = [at for at, name in enumerate(names) if name == "muon/momentum"]
         early.append(momentum[1] < names.index("muon/update"))
@@ -319,7 +314,7 @@ def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waite
 
 def _neighbours() -> int:
     built = start(Case().with_muon(node_ranks=2), Topology(dp=6, instances=2))
-    return int(distributed_optimizers(built.optimizer)[0].muon.plan.grid.neighbours)
+    return int(built.parts[0].muon.plan.grid.neighbours)
 
 
 def test_instances_have_the_same_plan_where_nodes_cut_them_differently() -> None:

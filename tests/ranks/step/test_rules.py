@@ -11,10 +11,12 @@ import torch
 
 from support.models.gpt import Case, Topology, trained
 from support.runs.cases import muon_weights
+from support.runs.topologies import DP3_OVERLAP, ONE, TP2_DP2
 
 # Travelling numbers are exact in fp32, so that only the order of sums differs.
-RULE = "support.runs.other_rules:Centred"
-CASE = Case(layers=2, steps=2, bf16=False).with_muon(rule=RULE, ns_dtype="fp32")
+CASE = Case(steps=2, bf16=False).with_muon(
+    rule="support.runs.other_rules:Centred", ns_dtype="fp32"
+)
 ROUNDS = CASE.with_muon(round_bytes=1)
 REPLICAS = replace(CASE, mla="duplicated")
 # Norms are sums of at most 1e5 numbers in fp32 by slice, then over slices; two steps.
@@ -23,18 +25,12 @@ TOLERANCE = 2e-6
 
 @pytest.mark.parametrize(
     ("case", "topology"),
-    [
-        (CASE, Topology(tp=2, dp=2)),
-        (CASE, Topology(dp=3, overlap=True)),
-        (ROUNDS, Topology(tp=2, dp=2)),
-        (REPLICAS, Topology(tp=2, dp=2)),
-    ],
-    ids=["tp2-dp2", "dp3-overlap", "rounds-tp2-dp2", "replicas-tp2-dp2"],
+    [(CASE, TP2_DP2), (CASE, DP3_OVERLAP), (ROUNDS, TP2_DP2), (REPLICAS, TP2_DP2)],
 )
 def test_a_rule_with_sums_is_that_of_one_process(
     case: Case, topology: Topology
 ) -> None:
-    alone = trained(case, Topology())
+    alone = trained(case, ONE)
     shared = trained(case, topology)
     for kind in ("main", "exp_avg"):
         for name, expected in alone[kind].items():

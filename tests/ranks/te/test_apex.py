@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 
 from support import apex_on_cpu, te_on_cpu
-from support.models.gpt import Case, Topology, check, inner_optimizers, start
-from support.ranks import run_alone
+from support.models.gpt import Case, check, inner_optimizers, start
+from support.ranks import run
+from support.runs.topologies import ONE, TP2_DP2
 
 pytestmark = pytest.mark.skipif(
     te_on_cpu.TE is not None or not apex_on_cpu.installed(),
@@ -19,15 +20,15 @@ pytestmark = pytest.mark.skipif(
 
 
 def _adam(optimizer: str) -> list[str]:
-    (adam,) = inner_optimizers(start(Case(optimizer=optimizer), Topology()).optimizer)
+    (adam,) = inner_optimizers(start(Case(optimizer=optimizer), ONE).optimizer)
     return [f"{cls.__module__}.{cls.__name__}" for cls in type(adam).__mro__]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_megatron_uses_apexs_adam(optimizer: str) -> None:
-    adam = run_alone(_adam, optimizer)
+    (adam,) = run(_adam, 1, optimizer)
     assert "apex.optimizers.fused_adam.FusedAdam" in adam
 
 
 def test_a_topology_equals_one_process() -> None:
-    check(Case(), Topology(2, 1, 2))
+    check(Case(), TP2_DP2)

@@ -23,7 +23,8 @@ from megatron_muon.cpu import training
 from megatron_muon.runtime.patches import Patches
 from support import te_on_cpu
 from support.models.gpt import Case, Topology, build, held, write_grads
-from support.ranks import run, run_alone
+from support.ranks import run
+from support.runs.topologies import DP2, ONE, TP2
 from support.runs.whole import differences, whole
 
 OPTIM = "megatron.bridge.training.optim"
@@ -168,9 +169,7 @@ def _trained(topology: Topology, first: First | None, recipe: bool) -> dict[str,
     return held(built)
 
 
-@pytest.mark.parametrize(
-    "topology", [Topology(), Topology(dp=2), Topology(tp=2)], ids=str
-)
+@pytest.mark.parametrize("topology", [ONE, DP2, TP2])
 @pytest.mark.parametrize(
     ("first", "recipe"), [("plugin", False), ("bridge", False), ("plugin", True)]
 )
@@ -328,6 +327,6 @@ def _pretrained(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def test_pretrain_trains(tmp_path: Path) -> None:
-    record = run_alone(_pretrained, tmp_path, 8, timeout=400)
+    (record,) = run(_pretrained, 1, tmp_path, 8, timeout=400)
     assert record["meter"].steps == 8
     assert record["losses"][-1] < record["losses"][0] - 0.1

@@ -15,14 +15,7 @@ import torch
 
 import megatron_muon
 from support.installed import installed
-from support.models.gpt import (
-    Case,
-    Topology,
-    build,
-    held,
-    inner_optimizers,
-    write_grads,
-)
+from support.models.gpt import Case, Topology, build, held, write_grads
 from support.ranks import run
 from support.runs.whole import differences, whole
 
@@ -129,11 +122,7 @@ def _stepped(topology: Topology, rates: list[Any] | None) -> dict[str, Any]:
         else:
             theirs = built.optimizer = _through_core(built)
     for step in range(CASE.steps):
-        groups = [
-            group
-            for inner in inner_optimizers(built.optimizer)
-            for group in inner.param_groups
-        ]
+        groups = built.param_groups
         if rates is not None:
             for group, (lr, decay) in zip(groups, rates[step], strict=True):
                 group["lr"], group["weight_decay"] = lr, decay

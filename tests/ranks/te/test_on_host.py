@@ -16,54 +16,55 @@ import torch
 from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
 from ranks.errors.test_half_done import check_half_step
 from ranks.step.test_every_rule import CASES, PAIRS
-from ranks.step.test_every_rule import _by as by_rule
-from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
 from ranks.te.test_precision_aware import _switched as switched
-from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resharding import resharded
 from support.checkpoints.resuming import check as check_resumed
-from support.checkpoints.saving import DEFAULT, FORMATS, RESHARDABLE, in_every_format
-from support.installed import VERSION, needs_te
+from support.checkpoints.saving import formats
+from support.installed import VERSION
+from support.marks import in_each_format, needs_te
 from support.models.gpt import (
     ON_HOST,
     Case,
     Topology,
     differences,
-    distributed_optimizers,
+    error_of_start,
     muon_weights,
+    on_ranks,
     start,
-    take_step,
+    stepped,
     trained,
     truth,
 )
-from support.ranks import error_of, run, run_alone, run_on
+from support.ranks import error_of, run
+from support.runs.topologies import (
+    DP2,
+    DP3,
+    ONE,
+    PP2_DP2_CHUNKS2,
+    PP2_DP3_OVERLAP,
+    TP2,
+    TP2_DP2_EP2,
+    TP2_DP2_SP,
+    TP2_PP2_DP2_OVERLAP_SP,
+)
 from support.runs.watching import logged
-from support.runs.whole import Whole, whole
+from support.runs.whole import Whole, of_optimizer
 
 pytestmark = needs_te
 
 PLAIN = Case()
-HOSTED = replace(
-    PLAIN,
-    narrow=(
-        ON_HOST,
-        ("overlap_cpu_optimizer_d2h_h2d", True),
-        ("optimizer_offload_fraction", 1.0),
-        *((("store_param_remainders", False),) if VERSION >= (0, 13) else ()),
-    ),
+HOSTED = PLAIN.with_narrow(
+    **dict([ON_HOST]),
+    overlap_cpu_optimizer_d2h_h2d=True,
+    optimizer_offload_fraction=1.0,
 )
-HALVES = replace(HOSTED, narrow=(*HOSTED.narrow[:3], ("store_param_remainders", True)))
-if VERSION < (0, 13):  # which has no such setting
-    HALVES = HOSTED
-HALF = replace(
-    HOSTED,
-    narrow=(
-        *HOSTED.narrow[:2],
-        ("optimizer_offload_fraction", 0.5),
-        *HOSTED.narrow[3:],
-    ),
-)
-BF16 = replace(HOSTED, narrow=(*HOSTED.narrow, ("exp_avg_dtype", torch.bfloat16)))
-ONE_BY_ONE = (("round_bytes", 1),)
+HALVES = HOSTED  # before core 0.13, which has no such setting
+if VERSION >= (0, 13):
+    HALVES = HOSTED.with_narrow(store_param_remainders=True)
+    HOSTED = HOSTED.with_narrow(store_param_remainders=False)
+HALF = HOSTED.with_narrow(optimizer_offload_fraction=0.5)
+BF16 = HOSTED.with_narrow(exp_avg_dtype=torch.bfloat16)
+IN_ROUNDS = HALVES.with_muon(round_bytes=1)  # one for each matrix
 MOE = {"moe": True, "grouped": "te"}
 
 
@@ -103,20 +104,17 @@ def _check_same(one: Whole, other: Whole, case: Case) -> None:
     [
         HOSTED,
         replace(HOSTED, clip=1.0, fp32_grads=False),
-        replace(HOSTED, muon=ONE_BY_ONE),
+        HOSTED.with_muon(round_bytes=1),
         HALVES,
-        replace(HALF, muon=ONE_BY_ONE, fp32_grads=False),
+        replace(HALF, fp32_grads=False).with_muon(round_bytes=1),
         BF16,
         replace(HOSTED, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),)),
         replace(HOSTED, **MOE),
-        replace(HALVES, weight_decay=0.0, muon=(("rule", "hyperball"), *ONE_BY_ONE)),
-        replace(HALVES, muon=(("rule", "normuon"), *ONE_BY_ONE)),
+        replace(IN_ROUNDS, weight_decay=0.0).with_muon(rule="hyperball"),
+        IN_ROUNDS.with_muon(rule="normuon"),
         HOSTED.with_muon(momentum_warmup=2, cautious_decay=True),
-        replace(HALVES, muon=(("rule", "namo"), *ONE_BY_ONE)),
+        IN_ROUNDS.with_muon(rule="namo"),
     ],
-    ids=(
-        "plain clip rounds halves half bf16 fp16 experts hyperball normuon warm-up namo"
-    ).split(),
 )
 def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
     _check_same(truth(_without(case)), truth(case), case)
@@ -128,7 +126,7 @@ def test_every_rule_over_every_topology(name: str, rule: str) -> None:
     """The narrow optimizer's state on the host, on the device, and the wide one's."""
     plain, topology = CASES[name]
     experts = MOE if plain.moe else {}
-    plain = replace(by_rule(rule, plain), bf16=True, **experts)
+    plain = replace(plain.with_muon(rule=rule), bf16=True, **experts)
     case = replace(plain, narrow=HALVES.narrow)
     on_device = trained(_without(case), topology)
     _check_same(on_device, trained(case, topology), case)
@@ -139,25 +137,22 @@ def test_every_rule_over_every_topology(name: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        (HOSTED, Topology(2, 2, 2, overlap=True, sequence_parallel=True)),
-        (replace(HOSTED, fp32_grads=False), Topology(dp=3)),
-        (replace(HOSTED, **MOE), Topology(tp=2, dp=2, ep=2, sequence_parallel=True)),
-        (replace(HOSTED, layers=4), Topology(pp=2, dp=2, chunks=2)),
+        (HOSTED, TP2_PP2_DP2_OVERLAP_SP),
+        (replace(HOSTED, fp32_grads=False), DP3),
+        (replace(HOSTED, **MOE), TP2_DP2_EP2),
+        (replace(HOSTED, layers=4), PP2_DP2_CHUNKS2),
     ],
-    ids=["dense", "dp3", "experts", "vpp"],
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
-    case = replace(case, muon=ONE_BY_ONE)
+    case = case.with_muon(round_bytes=1)
     _check_same(truth(case), trained(case, topology), case)
 
 
 # --- checkpoints ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case", [HALVES, HALF, replace(HOSTED, **MOE)], ids=["16", "half", "moe"]
-)
-@in_every_format
+@pytest.mark.parametrize("case", [HALVES, HALF, replace(HOSTED, **MOE)])
+@in_each_format
 def test_a_run_resumes_from_a_checkpoint(
     case: Case, format: str, tmp_path: Path
 ) -> None:
@@ -168,40 +163,32 @@ def test_a_run_resumes_from_a_checkpoint(
 @pytest.mark.parametrize(
     ("at_save", "at_load"),
     [(HOSTED, HOSTED), (PLAIN, HOSTED), (HOSTED, PLAIN), (_without(HALVES), HALVES)],
-    ids=["resharded", "from-device", "to-device", "from-narrow"],
 )
 def test_another_topology_or_place(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
-    before = Topology(tp=2, dp=2, sequence_parallel=True)
-    after = Topology(pp=2, dp=3, overlap=True)
-    format = RESHARDABLE
-    one = run_on(saved, at_save, before, format, str(tmp_path))
-    other = run_on(loaded, at_load, after, format, str(tmp_path))
-    first, then = (
-        [whole([held[when] for held in runs]) for when in range(2)]
-        for runs in (one, other)
-    )
-    assert differences(of_optimizer(first[0]), of_optimizer(then[0])) == []
-    _check_same(first[1], then[1], HOSTED)
+    before = TP2_DP2_SP
+    one, other = resharded(at_save, before, at_load, PP2_DP3_OVERLAP, tmp_path)
+    assert differences(of_optimizer(one[0]), of_optimizer(other[0])) == []
+    _check_same(one[1], other[1], HOSTED)
 
 
-@pytest.mark.parametrize("format", FORMATS[:2])
+@pytest.mark.parametrize("format", formats()[:2])
 def test_switches_between_muon_and_adamw(format: str, tmp_path: Path) -> None:
     """AdamW's checkpoint of state on the host, too, each with and without it on the
     other side.
     """
-    for unlike in run(switched, 2, HOSTED, format, str(tmp_path)):
+    for unlike in run(switched, 2, HOSTED, format, tmp_path):
         assert unlike == []
 
 
 def _read_by_adamw() -> str:
-    built = start(replace(HOSTED, optimizer="adam"), Topology())
+    built = start(replace(HOSTED, optimizer="adam"), ONE)
     return error_of(lambda: reading_muon(built.optimizer, {}).__enter__())
 
 
 def test_a_switch_to_adamw_on_the_host_is_refused() -> None:
-    assert "load it once without --optimizer-cpu-offload" in run_alone(_read_by_adamw)
+    assert "load it once without --optimizer-cpu-offload" in run(_read_by_adamw, 1)[0]
 
 
 # --- what a run may do otherwise ------------------------------------------------------
@@ -209,15 +196,14 @@ def test_a_switch_to_adamw_on_the_host_is_refused() -> None:
 
 def _reloaded() -> list[bool]:
     """Main parameters of a model that is loaded without its optimizer, after a step."""
-    built = start(HALVES, Topology(dp=2))
-    take_step(built, 0)
+    built = stepped(HALVES, DP2, 1)
     with torch.no_grad():
         for param in built.params.values():
             param.mul_(-0.5)
     built.optimizer.reload_model_params()
     return [
         torch.equal(part.states.get(shard, "param"), shard.float())
-        for part in distributed_optimizers(built.optimizer)
+        for part in built.parts
         for shard in part._shard_of.values()
     ]
 
@@ -228,20 +214,16 @@ def test_main_parameters_follow_a_loaded_model() -> None:
 
 
 def test_a_logging_step_changes_no_bit() -> None:
-    case = replace(HOSTED, muon=ONE_BY_ONE)
-    seen, _ = logged(case, Topology(dp=2))
+    case = HOSTED.with_muon(round_bytes=1)
+    seen, _ = logged(case, DP2)
     _check_same(truth(case), seen, case)
-
-
-def _refused(change: dict[str, Any]) -> str:
-    return error_of(lambda: start(replace(HOSTED, **change), Topology()))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (
-            {"narrow": (*HOSTED.narrow, ("exp_avg_dtype", torch.float16))},
+            {"narrow": HOSTED.with_narrow(exp_avg_dtype=torch.float16).narrow},
             "exp_avg_dtype=torch.fl",
         ),
         ({"islands": ("*fc1*",)}, "optimizer_cpu_offload with fp32 weights"),
@@ -249,11 +231,11 @@ def _refused(change: dict[str, Any]) -> str:
     ids=["dtype", "fp32-weights"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
-    assert said in run_alone(_refused, change)
+    assert said in on_ranks(error_of_start, replace(HOSTED, **change), ONE)[0]
 
 
 @pytest.mark.parametrize("where", ["momentum", "update"])
 def test_half_a_step_is_refused_until_a_load(where: str, tmp_path: Path) -> None:
     """What visits the device then is not what the load fills."""
-    case = replace(HOSTED, muon=ONE_BY_ONE)
-    check_half_step(case, Topology(tp=2), where, DEFAULT, tmp_path)
+    case = HOSTED.with_muon(round_bytes=1)
+    check_half_step(case, TP2, where, formats()[0], tmp_path)

@@ -8,7 +8,6 @@ the flag, in bits.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,42 +18,53 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
-from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from megatron_muon.rules.muon import Foreach
-from support.checkpoints.resharding import loaded, resumed, saved
+from support.checkpoints.resharding import check_resharded
 from support.checkpoints.resuming import check as check_resumed
 from support.checkpoints.saving import (
-    DEFAULT,
-    FORMATS,
-    RESHARDABLE,
-    in_every_format,
+    formats,
     load,
+    reading_the_other,
+    resumed,
     save,
     spoil,
 )
-from support.installed import VERSION, needs_te
+from support.installed import VERSION
+from support.marks import in_each_format, needs_te
 from support.models.gpt import (
     ON_HOST,
     Case,
     Topology,
     build,
     check,
-    distributed_optimizers,
     error_of_optimizer,
     held,
     muon_weights,
+    on_ranks,
     set_schedule,
     start,
+    stepped,
     take_step,
     take_steps,
     trained,
     truth,
     write_grads,
 )
-from support.ranks import error_of, run, run_alone, run_on
+from support.ranks import error_of, run
+from support.runs.topologies import (
+    DP2,
+    DP3,
+    ONE,
+    PP2_DP2_CHUNKS2,
+    PP2_DP3_OVERLAP,
+    TP2_DP2,
+    TP2_DP2_EP2,
+    TP2_DP2_OVERLAP_SP,
+    TP2_DP2_SP,
+    TP2_PP2_DP2_OVERLAP_SP,
+)
 from support.runs.watching import logged
-from support.runs.whole import Whole, differences, whole
+from support.runs.whole import differences, of_optimizer
 
 pytestmark = needs_te
 
@@ -76,7 +86,6 @@ SHARDS: Narrow = (("fp8_recipe", "tensorwise"),)  # Megatron has fp32 shards the
 HALF: Narrow = (*WHOLE, ("main_params_dtype", torch.float16))
 MOE = {"moe": True, "grouped": "te"}
 IN_FP16 = {"bf16": False, "fp16": True, "overflow": ((1, "*.linear_fc1.weight"),)}
-SP = {"sequence_parallel": True}
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +95,6 @@ def _needs_the_option(request: pytest.FixtureRequest) -> None:
         "store_param_remainders" in given or "fp8_recipe" in given
     ):
         pytest.skip("this core always keeps remainders")
-
-
-def _of_optimizer(held: Whole) -> Whole:
-    return {kind: tensors for kind, tensors in held.items() if kind != "params"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
     case = replace(EXACT, **change)
     plain = truth(replace(case, narrow=None))
     narrow = truth(case)
-    assert differences(_of_optimizer(plain), _of_optimizer(narrow)) == []
+    assert differences(of_optimizer(plain), of_optimizer(narrow)) == []
     for name, main in narrow["main"].items():
         assert torch.equal(narrow["params"][name], _weight(main, case, name)), name
 
@@ -146,12 +151,10 @@ def _of_one_dtype() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "change", [{"islands": ("*fc1*",)}, IN_FP16], ids=["islands", "fp16"]
-)
+@pytest.mark.parametrize("change", [{"islands": ("*fc1*",)}, IN_FP16])
 def test_a_rounds_gradients_are_of_one_dtype_that_kernels_take(change: Any) -> None:
     case = replace(EXACT, fp32_grads=False, **change)
-    assert differences(truth(case), trained(case, Topology(), _of_one_dtype)) == []
+    assert differences(truth(case), trained(case, ONE, _of_one_dtype)) == []
 
 
 def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
@@ -169,24 +172,12 @@ def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        pytest.param(BF16, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
-        pytest.param(
-            replace(BF16, fp32_grads=False, narrow=WHOLE), Topology(dp=3), id="dp3"
-        ),
-        pytest.param(
-            replace(BF16, **MOE), Topology(tp=2, dp=2, ep=2, **SP), id="experts"
-        ),
-        pytest.param(
-            replace(BF16, narrow=(*BF16.narrow, *SHARDS)),
-            Topology(2, 1, 2),
-            id="shards",
-        ),
-        pytest.param(replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
-        pytest.param(
-            replace(BF16, **IN_FP16),
-            Topology(tp=2, dp=2, overlap=True, **SP),
-            id="fp16",
-        ),
+        (BF16, TP2_PP2_DP2_OVERLAP_SP),
+        (replace(BF16, fp32_grads=False, narrow=WHOLE), DP3),
+        (replace(BF16, **MOE), TP2_DP2_EP2),
+        (BF16.with_narrow(**dict(SHARDS)), TP2_DP2),
+        (replace(BF16, layers=4), PP2_DP2_CHUNKS2),
+        (replace(BF16, **IN_FP16), TP2_DP2_OVERLAP_SP),
     ],
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
@@ -196,14 +187,13 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 
 def test_logging_changes_no_bit() -> None:
     case = BF16.with_muon(round_bytes=1)
-    seen, _ = logged(case, Topology(tp=2, dp=2, overlap=True, **SP))
+    seen, _ = logged(case, TP2_DP2_OVERLAP_SP)
     assert differences(truth(case), seen) == []
 
 
 @pytest.mark.parametrize(
     ("case", "off", "floor"),
     [(BF16, 2.0**-8, 0.0), (FP16, 2.0**-11, 2.0**-39), (FP8, 2.0**-4, 2.0**-18)],
-    ids=["bf16", "fp16", "fp8"],
 )
 def test_momentum_is_rounded_to_nearest_and_newton_schulz_gets_it_unrounded(
     case: Case, off: float, floor: float
@@ -233,10 +223,9 @@ def _bytes(case: Case) -> dict[str, float]:
     """Bytes an element of the state of Muon's and of AdamW's bf16 weights, beside the
     weights.
     """
-    built = start(case, Topology(dp=2))
-    take_step(built, 0)
+    built = stepped(case, DP2, 1)
     found = {"muon": [0, 0], "adamw": [0, 0]}
-    for part in distributed_optimizers(built.optimizer):
+    for part in built.parts:
         for shard, state in part.optimizer.state.items():
             kind = found["muon" if part.muon.owns(shard) else "adamw"]
             kind[0] += sum(
@@ -255,8 +244,8 @@ def _bytes(case: Case) -> dict[str, float]:
         (BF16, 4.0, 6.0),
         (FP16, 4.0, 6.0),
         (FP8, 3.0, 4.0),
-        (replace(BF16, narrow=(*BF16.narrow, *HALF)), 4.0, 6.0),  # type: ignore[misc]
-        (replace(BF16, narrow=(*BF16.narrow, *WHOLE)), 6.0, 8.0),  # type: ignore[misc]
+        (BF16.with_narrow(**dict(HALF)), 4.0, 6.0),
+        (BF16.with_narrow(**dict(WHOLE)), 6.0, 8.0),
     ],
 )
 def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
@@ -268,11 +257,9 @@ def test_bytes_an_element(case: Case, muon: float, adamw: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [BF16, replace(PLAIN, narrow=WHOLE), replace(BF16, **MOE), FP16],
-    ids=["bf16", "fp32", "moe", "fp16"],
+    "case", [BF16, replace(PLAIN, narrow=WHOLE), replace(BF16, **MOE), FP16]
 )
-@in_every_format
+@in_each_format
 def test_a_run_resumes_from_a_checkpoint(
     case: Case, format: str, tmp_path: Path
 ) -> None:
@@ -284,7 +271,7 @@ def test_a_run_resumes_from_a_checkpoint(
 def test_in_fp8_muons_state_resumes(tmp_path: Path) -> None:
     """FusedAdam finds AdamW's scales again but for the last bit."""
     muons = muon_weights(FP8)
-    for result in run_on(resumed, FP8, Topology(dp=2), DEFAULT, str(tmp_path)):
+    for result in on_ranks(resumed, FP8, DP2, formats()[0], tmp_path):
         assert [
             each for each in result["differences"] if each.split()[-1] in muons
         ] == []
@@ -293,29 +280,20 @@ def test_in_fp8_muons_state_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at_save", "at_load"),
     [
-        pytest.param(BF16, BF16, id="resharded"),
-        pytest.param(PLAIN, EXACT, id="from-plain"),
-        pytest.param(EXACT, PLAIN, id="to-plain"),
-        pytest.param(BF16, replace(BF16, narrow=(*BF16.narrow, *WHOLE)), id="to-fp32"),  # type: ignore[misc]
+        (BF16, BF16),
+        (PLAIN, EXACT),
+        (EXACT, PLAIN),
+        (BF16, BF16.with_narrow(**dict(WHOLE))),
     ],
 )
 def test_another_topology_or_dtype(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:
-    before = Topology(tp=2, dp=2, **SP)
-    after = Topology(pp=2, dp=3, overlap=True)
-    format = RESHARDABLE
-    one = run_on(saved, at_save, before, format, str(tmp_path))
-    other = run_on(loaded, at_load, after, format, str(tmp_path))
-    for when in range(2):
-        pair = [whole([held[when] for held in runs]) for runs in (one, other)]
-        assert differences(*map(_of_optimizer, pair)) == []
-    assert differences(
-        _of_optimizer(pair[0]), _of_optimizer(whole([held[0] for held in other]))
-    )
+    before = TP2_DP2_SP
+    check_resharded(at_save, before, at_load, PP2_DP3_OVERLAP, tmp_path)
 
 
-def _switched(muon: Case, format: str, folder: str) -> list[str]:
+def _switched(muon: Case, format: str, folder: Path) -> list[str]:
     """AdamW's checkpoint into Muon's run, and Muon's into AdamW's; what is not taken
     over.
     """
@@ -329,22 +307,12 @@ def _switched(muon: Case, format: str, folder: str) -> list[str]:
             if other.optimizer == "adam" and ON_HOST in (other.narrow or ()):
                 continue  # refused
             place = f"{folder}/{case.optimizer}-{narrow is None}"
-            if torch.distributed.get_rank() == 0:
-                Path(place).mkdir()
-            torch.distributed.barrier()
-            built = start(case, Topology(dp=2))
-            take_step(built, 0)
+            built = stepped(case, DP2, 1)
             save(built, place, format)
             theirs = held(built)["shards"]
-            built = start(other, Topology(dp=2))
+            built = start(other, DP2)
             spoil(built)
-            settings = dataclasses.asdict(muon.settings)
-            from_muon = case.optimizer == "muon"
-            with (
-                reading_muon(built.optimizer, settings)
-                if from_muon
-                else reading_adamw(built.optimizer, "momentum")
-            ):
+            with reading_the_other(built):
                 load(built, place, format)
             for name, (*_, arrays) in held(built)["shards"].items():
                 kinds = (
@@ -362,14 +330,12 @@ def _switched(muon: Case, format: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("narrow", [BF16.narrow, WHOLE], ids=["remainders", "masters"])
-@pytest.mark.parametrize("format", FORMATS[:2])
+@pytest.mark.parametrize("format", formats()[:2])
 def test_switches_between_muon_and_adamw(
     format: str, narrow: Narrow, tmp_path: Path
 ) -> None:
     """Each with and without the flag on the other side."""
-    for unlike in run(
-        _switched, 2, replace(PLAIN, narrow=narrow), format, str(tmp_path)
-    ):
+    for unlike in run(_switched, 2, replace(PLAIN, narrow=narrow), format, tmp_path):
         assert unlike == []
 
 
@@ -382,13 +348,13 @@ def _reloaded(narrow: Narrow) -> list[bool]:
     """
     same = []
     for steps in (0, 1):
-        built = start(replace(PLAIN, narrow=narrow), Topology(dp=2))
+        built = start(replace(PLAIN, narrow=narrow), DP2)
         take_steps(built, range(steps))
         with torch.no_grad():
             for param in built.params.values():
                 param.mul_(-0.5)
         built.optimizer.reload_model_params()
-        for part in distributed_optimizers(built.optimizer):
+        for part in built.parts:
             same += [
                 torch.equal(part.states.get(shard, "param"), shard.float())
                 for group in part.optimizer.param_groups
@@ -407,7 +373,7 @@ def test_main_parameters_follow_a_loaded_model(narrow: Narrow) -> None:
 
 
 def _with_nan() -> str:
-    built = start(EXACT, Topology(dp=2))
+    built = start(EXACT, DP2)
     set_schedule(built, 0)
     write_grads(built, 0)
     built.params["decoder.final_layernorm.weight"].main_grad.fill_(float("nan"))
@@ -425,7 +391,7 @@ def test_gradients_that_are_not_finite_are_named() -> None:
 
 def _refused(change: dict[str, Any]) -> str:
     case = replace(PLAIN, **change)
-    return error_of_optimizer(build(case, Topology()), **dict(case.muon))
+    return error_of_optimizer(build(case, ONE), **dict(case.muon))
 
 
 @pytest.mark.parametrize(
@@ -444,4 +410,4 @@ def _refused(change: dict[str, Any]) -> str:
     ids=["dtype", "fp8-weights", "int8-too"],
 )
 def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], said: str) -> None:
-    assert said in run_alone(_refused, change)
+    assert said in run(_refused, 1, change)[0]

@@ -14,7 +14,7 @@ import torch
 
 from megatron_muon.cpu.fused_adam import FusedAdam as Ours
 from support import te_on_cpu
-from support.installed import needs_te
+from support.marks import needs_te
 
 pytestmark = needs_te
 

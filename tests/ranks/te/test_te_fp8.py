@@ -15,19 +15,17 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
-from ranks.te.test_precision_aware import _of_optimizer as of_optimizer
-from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resharding import check_resharded
 from support.checkpoints.saving import (
-    FORMATS,
-    RESHARDABLE,
-    in_every_format,
+    formats,
     load,
+    reading_the_other,
     save,
     spoil,
     unequal,
 )
-from support.installed import VERSION, needs_te
+from support.installed import VERSION
+from support.marks import in_each_format, needs_te
 from support.models.gpt import (
     Case,
     Topology,
@@ -35,6 +33,7 @@ from support.models.gpt import (
     check,
     error_of_optimizer,
     held,
+    on_ranks,
     prepare_step,
     start,
     stepped,
@@ -42,8 +41,21 @@ from support.models.gpt import (
     trained,
     truth,
 )
-from support.ranks import run, run_alone, run_on
-from support.runs.whole import differences, whole
+from support.ranks import run
+from support.runs.topologies import (
+    DP2,
+    DP2_OVERLAP,
+    DP3,
+    DP3_OVERLAP,
+    DP4_EP2,
+    ONE,
+    PP2_DP2_CHUNKS2,
+    PP2_DP3_OVERLAP,
+    TP2_DP2_EP2,
+    TP2_DP2_SP,
+    TP2_PP2_DP2_OVERLAP_SP,
+)
+from support.runs.whole import differences, of_optimizer, whole
 
 pytestmark = needs_te
 
@@ -55,21 +67,17 @@ OTHERS = [replace(FP8, fp8=recipe, ffn=288) for recipe in ("tensorwise", "blockw
 # A bucket's weights are gathered in bf16 through the memory of its gradients; slices of
 # 32.
 MX = replace(FP8, fp8="mxfp8", ffn=256)
-by_other_recipes = pytest.mark.parametrize(
-    "case", OTHERS, ids=["tensorwise", "blockwise"]
-)
+by_other_recipes = pytest.mark.parametrize("case", OTHERS)
 
 
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
-        pytest.param(FP8, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
-        pytest.param(replace(FP8, gated=True), Topology(dp=3), id="gated-dp3"),
-        pytest.param(replace(FP8, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
-        pytest.param(
-            replace(MOE, gated=True), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"
-        ),
-        pytest.param(replace(FP8, mla="duplicated"), Topology(2, 1, 2, **SP), id="mla"),
+        (FP8, TP2_PP2_DP2_OVERLAP_SP),
+        (replace(FP8, gated=True), DP3),
+        (replace(FP8, layers=4), PP2_DP2_CHUNKS2),
+        (replace(MOE, gated=True), TP2_DP2_EP2),
+        (replace(FP8, mla="duplicated"), TP2_DP2_SP),
     ],
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
@@ -80,7 +88,7 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 def test_by_other_recipes_data_parallel_ranks_have_the_weights_of_one(
     case: Case,
 ) -> None:
-    check(case, Topology(dp=3, overlap=True))
+    check(case, DP3_OVERLAP)
 
 
 @by_other_recipes
@@ -95,18 +103,12 @@ def test_by_other_recipes_a_topology_has_the_state_of_one_process(case: Case) ->
         )
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [
-        pytest.param(Topology(dp=3), id="dp3"),
-        pytest.param(Topology(pp=2, dp=2, overlap=True), id="overlap"),
-    ],
-)
+@pytest.mark.parametrize("topology", [DP3, Topology(pp=2, dp=2, overlap=True)])
 def test_weights_that_travel_through_the_memory_of_gradients(
     topology: Topology,
 ) -> None:
     if VERSION < (0, 19):
-        said = run_alone(_refused, "mxfp8")
+        (said,) = run(_refused, 1, "mxfp8")
         assert (
             "does not support fp8_param_gather with fp8_recipe=mxfp8 before core 0.19"
             in said
@@ -119,7 +121,7 @@ def _waited() -> list[dict[str, Any]]:
     """What ranks hold once they have waited for parameters, and once they have
     again.
     """
-    built = start(MX, Topology(dp=2, overlap=True))
+    built = start(MX, DP2_OVERLAP)
     prepare_step(built, 0)
     built.optimizer.step()
     built.optimizer.wait_for_params()
@@ -147,16 +149,16 @@ def test_parameters_can_be_waited_for_where_they_travel_through_gradients() -> N
 def _kinds(case: Case) -> dict[str, int]:
     from megatron.core.fp8_utils import is_float8tensor
 
-    params = build(case, Topology()).params.values()
+    params = build(case, ONE).params.values()
     return {"fp8": sum(map(is_float8tensor, params)), "other": len(params)}
 
 
 def test_the_linears_weights_are_in_fp8() -> None:
-    kinds = run_alone(_kinds, FP8)
+    (kinds,) = run(_kinds, 1, FP8)
     assert kinds["fp8"] == 4 * FP8.layers < kinds["other"]
 
 
-def _resumed(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
+def _resumed(case: Case, topology: Topology, format: str, folder: Path) -> list[str]:
     built = stepped(replace(case, steps=2), topology)
     save(built, folder, format)
     saved = held(built)
@@ -171,33 +173,24 @@ def _resumed(case: Case, topology: Topology, format: str, folder: str) -> list[s
 
 def _unlike(one: dict[str, Any], other: dict[str, Any], when: str) -> list[str]:
     """Of main parameters and momentum; weights may have been scaled otherwise."""
-    return unequal({**one, "params": {}}, {**other, "params": {}}, when)
+    return unequal({**one, "params": {}}, {**other, "params": {}}, when, log=False)
 
 
-@pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
-@in_every_format
+@pytest.mark.parametrize("case", [FP8, *OTHERS])
+@in_each_format
 def test_a_run_resumes_from_a_checkpoint(
     case: Case, format: str, tmp_path: Path
 ) -> None:
-    for wrong in run_on(_resumed, case, Topology(dp=2), format, str(tmp_path)):
+    for wrong in on_ranks(_resumed, case, DP2, format, tmp_path):
         assert wrong == []
 
 
 @pytest.mark.parametrize(
     ("case", "at_save", "at_load"),
     [
-        pytest.param(
-            FP8,
-            Topology(tp=2, dp=2, **SP),
-            Topology(pp=2, dp=3, overlap=True),
-            id="dense",
-        ),
-        pytest.param(
-            FP8, Topology(dp=3), Topology(2, 2, **SP), id="tp", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            MOE, Topology(dp=4, ep=2), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"
-        ),
+        (FP8, TP2_DP2_SP, PP2_DP3_OVERLAP),
+        pytest.param(FP8, DP3, Topology(2, 2, **SP), id="tp", marks=pytest.mark.slow),
+        (MOE, DP4_EP2, TP2_DP2_EP2),
     ],
 )
 def test_another_topology(
@@ -206,24 +199,14 @@ def test_another_topology(
     """Main parameters and momenta go on in bits; weights have a scale that each TP rank
     chooses.
     """
-    format = RESHARDABLE
-    before = run_on(saved, case, at_save, format, str(tmp_path))
-    after = run_on(loaded, case, at_load, format, str(tmp_path))
-    for when in range(2):
-        one, other = (
-            of_optimizer(whole([held[when] for held in runs]))
-            for runs in (before, after)
-        )
-        assert differences(one, other) == []
-    # the steps did something
-    assert differences(one, of_optimizer(whole([held[0] for held in after])))
+    check_resharded(case, at_save, case, at_load, tmp_path)
 
 
-def _switched(case: Case, format: str, folder: str, change: float) -> str:
+def _switched(case: Case, format: str, folder: Path, change: float) -> str:
     """AdamW's checkpoint into Muon; with main parameters that are not the model's, if
     changed.
     """
-    adam = stepped(replace(case, optimizer="adam", steps=2), Topology(dp=2))
+    adam = stepped(replace(case, optimizer="adam", steps=2), DP2)
     if change:
         for group in adam.optimizer.chained_optimizers[
             0
@@ -231,10 +214,10 @@ def _switched(case: Case, format: str, folder: str, change: float) -> str:
             for shard in group:
                 shard.mul_(change)
     save(adam, folder, format)
-    muon = start(case, Topology(dp=2))
+    muon = start(case, DP2)
     spoil(muon)
     try:
-        with reading_adamw(muon.optimizer, "momentum"):
+        with reading_the_other(muon):
             load(muon, folder, format)
     except (ValueError, RuntimeError) as error:
         return str(error)
@@ -243,24 +226,24 @@ def _switched(case: Case, format: str, folder: str, change: float) -> str:
 
 
 @pytest.mark.parametrize("change", [0.0, 2.0], ids=["as-saved", "others"])
-@pytest.mark.parametrize("case", [FP8, *OTHERS], ids=lambda case: case.fp8)
-@pytest.mark.parametrize("format", FORMATS[:1])
+@pytest.mark.parametrize("case", [FP8, *OTHERS])
+@pytest.mark.parametrize("format", formats()[:1])
 def test_muon_resumes_from_adamw(
     case: Case, format: str, change: float, tmp_path: Path
 ) -> None:
-    for said in run(_switched, 2, case, format, str(tmp_path), change):
+    for said in run(_switched, 2, case, format, tmp_path, change):
         assert ("no error" in said) is not bool(change), said
         assert "does not round to the model's weight" in said or not change
 
 
 def _refused(recipe: str) -> str:
-    built = build(FP8, Topology())
+    built = build(FP8, ONE)
     built.case = replace(FP8, fp8=recipe)  # a custom one needs a function to be built
     return error_of_optimizer(built)
 
 
 def test_another_recipe_is_refused() -> None:
-    said = run_alone(_refused, "custom")
+    (said,) = run(_refused, 1, "custom")
     assert "does not support fp8_param_gather with fp8_recipe=custom yet" in said
     assert (
         "give one of delayed, tensorwise, blockwise, mxfp8, or keep parameters in bf16"

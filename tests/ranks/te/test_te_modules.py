@@ -17,20 +17,32 @@ import pytest
 import torch
 
 from support import te_on_cpu
-from support.installed import VERSION, needs_te
-from support.models.gpt import Case, Topology, build, check, runs_of
-from support.ranks import run_on
+from support.installed import VERSION
+from support.marks import needs_te
+from support.models.gpt import Case, Topology, build, check, on_ranks, runs_of
+from support.runs.topologies import (
+    DP3,
+    PP2_DP2_EP2,
+    TP2,
+    TP2_DP2,
+    TP2_DP2_EP2,
+    TP2_DP2_SP,
+    TP2_EP2_ETP1,
+    TP2_PP2_DP2,
+    TP2_PP2_DP2_OVERLAP_SP,
+    TP2_SP,
+)
 
 pytestmark = needs_te
 
-EXPERTS = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
+EXPERTS = TP2_DP2_EP2
 MOE = Case(moe=True, grouped="te", mla="duplicated", gated=True)
 CASES = (
     (MOE, EXPERTS),
-    (MOE, Topology(tp=2)),
-    (Case(moe=True, grouped="te"), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
+    (MOE, TP2),
+    (Case(moe=True, grouped="te"), TP2_EP2_ETP1),
     (Case(moe=True), EXPERTS),
-    (Case(), Topology(2, sequence_parallel=True)),
+    (Case(), TP2_SP),
 )
 KEYS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
 LAYER = "decoder.layers.0."
@@ -62,9 +74,9 @@ def _cut(marks: tuple[Any, ...]) -> tuple[Any, Any]:
     return marks[1:3]
 
 
-@pytest.mark.parametrize(("case", "topology"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "topology"), CASES)
 def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> None:
-    for by_name in run_on(_marks, case, topology, False):
+    for by_name in on_ranks(_marks, case, topology, False):
         for name, marks in by_name.items():
             leaf = name.removeprefix(LAYER)
             if "norm" in leaf or "router" in leaf:
@@ -89,10 +101,10 @@ def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> N
     KNOWS_DUPLICATES or not MARKS_GROUPED or CUTS_DOWN,
     reason="the stand-in is of Transformer Engine up to 2.12 and cores 0.13 to 0.18",
 )
-@pytest.mark.parametrize(("case", "topology"), CASES[:3], ids=str)
+@pytest.mark.parametrize(("case", "topology"), CASES[:3])
 def test_the_standin_is_marked_as_the_real_ones(case: Case, topology: Topology) -> None:
-    real = run_on(_marks, case, topology, False)
-    standin = run_on(_marks, case, topology, True)
+    real = on_ranks(_marks, case, topology, False)
+    standin = on_ranks(_marks, case, topology, True)
     for true, made in zip(real, standin, strict=True):
         same = [
             n for n in made if ".experts." in n or (case.mla and "_down_proj." in n)
@@ -118,7 +130,7 @@ STOOD_FOR = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "options"), STOOD_FOR, ids=str)
+@pytest.mark.parametrize(("name", "sizes", "options"), STOOD_FOR)
 def test_the_dry_run_stands_in_with_the_same_parameters(
     name: str, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
@@ -157,27 +169,25 @@ def test_the_dry_run_stands_in_with_the_same_parameters(
 
 
 T = Topology
-SP = {"sequence_parallel": True}
 BF16 = Case()
 EXPERTED = replace(BF16, moe=True)
 GROUPED = replace(EXPERTED, grouped="te")
 MLA = replace(BF16, mla="duplicated")
 
 
-LARGE = T(2, 2, 2, overlap=True, **SP)
-EP2 = T(2, 1, 2, ep=2, **SP)
-RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
-    "dense": (BF16, [LARGE], []),
-    "gated": (replace(BF16, gated=True), [T(2, 1, 2)], []),
-    "fp32": (replace(BF16, bf16=False), [T(dp=3)], []),
-    "vpp": (replace(BF16, layers=4), [T(pp=2, dp=2, chunks=2, overlap=True)], []),
-    "grouped-gated": (replace(GROUPED, gated=True), [EP2], []),
-    "grouped": (GROUPED, [T(2, ep=2, etp=1, **SP), T(dp=6, ep=2)], []),
-    "sequential": (EXPERTED, [EP2], []),
-    "mla": (MLA, [T(2, 1, 2, **SP)], []),
-    "mla-grouped": (replace(GROUPED, mla="duplicated", gated=True), [EP2], []),
-    "mtp": (replace(BF16, mtp=True), [T(2, 2, 2)], []),
-    "dense-and-experts": (replace(GROUPED, dense_layers=1), [T(pp=2, dp=2, ep=2)], []),
+EP2 = TP2_DP2_EP2
+RUNS = {
+    "dense": (BF16, [TP2_PP2_DP2_OVERLAP_SP]),
+    "gated": (replace(BF16, gated=True), [TP2_DP2]),
+    "fp32": (replace(BF16, bf16=False), [DP3]),
+    "vpp": (replace(BF16, layers=4), [T(pp=2, dp=2, chunks=2, overlap=True)]),
+    "grouped-gated": (replace(GROUPED, gated=True), [EP2]),
+    "grouped": (GROUPED, [TP2_EP2_ETP1, T(dp=6, ep=2)]),
+    "sequential": (EXPERTED, [EP2]),
+    "mla": (MLA, [TP2_DP2_SP]),
+    "mla-grouped": (replace(GROUPED, mla="duplicated", gated=True), [EP2]),
+    "mtp": (replace(BF16, mtp=True), [TP2_PP2_DP2]),
+    "dense-and-experts": (replace(GROUPED, dense_layers=1), [PP2_DP2_EP2]),
 }
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from support.installed import VERSION, needs_te
+from support.installed import VERSION
+from support.marks import needs_te
 from support.runs.cases import Case, Topology
 from support.runs.training import MODEL, differences, spread, trained, truth
 
@@ -32,15 +33,13 @@ FAR = {False: 1e-4, True: 0.5}
 @pytest.mark.parametrize(
     ("m", "t"),
     [
-        pytest.param(FP32, spread(tp=2, pp=2), id="dense"),
-        pytest.param(BF16, spread(tp=2, dp=2, overlap=True), id="bf16"),
-        pytest.param(replace(MOE, bf16=True), spread(dp=2, ep=2), id="grouped"),
-        pytest.param(
-            MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall"), id="etp"
-        ),
-        pytest.param(replace(MOE, grouped=""), spread(dp=2, ep=2), id="sequential"),
-        pytest.param(replace(FP32, mla="duplicated"), spread(tp=2, dp=2), id="mla"),
-        pytest.param(replace(BF16, mtp=True), spread(pp=2, dp=2), id="mtp"),
+        (FP32, spread(tp=2, pp=2)),
+        (BF16, spread(tp=2, dp=2, overlap=True)),
+        (replace(MOE, bf16=True), spread(dp=2, ep=2)),
+        (MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")),
+        (replace(MOE, grouped=""), spread(dp=2, ep=2)),
+        (replace(FP32, mla="duplicated"), spread(tp=2, dp=2)),
+        (replace(BF16, mtp=True), spread(pp=2, dp=2)),
     ],
 )
 def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:

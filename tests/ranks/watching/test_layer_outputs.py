@@ -15,9 +15,10 @@ import torch
 from megatron.core import pipeline_parallel
 
 from support.installed import VERSION
-from support.models.gpt import each_chunk
-from support.ranks import run_alone, run_on
+from support.models.gpt import each_chunk, on_ranks
+from support.ranks import run
 from support.runs.cases import GROUPS, Case, Topology
+from support.runs.topologies import ONE
 from support.runs.training import MODEL, said, spread, train
 from support.runs.watching import by_row, having, watched
 
@@ -98,7 +99,7 @@ def _of_rows(numbers: dict[str, float], name: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[list[dict[str, float]], dict[str, float]]:
-    (held,) = run_on(_train, DENSE, Topology())
+    (held,) = on_ranks(_train, DENSE, ONE)
     logged = _logged(held)
     rows = [*(f"decoder.layers.{layer}" for layer in range(DENSE.layers)), *LAST]
     assert [set(each) for each in logged] == [set(rows)] * DENSE.steps
@@ -119,7 +120,7 @@ def alone() -> tuple[list[dict[str, float]], dict[str, float]]:
 def test_outputs_and_logits_are_those_of_one_process(
     model: Case, topology: Topology, alone: Any
 ) -> None:
-    held, *_ = run_on(_train, model, topology)
+    held, *_ = on_ranks(_train, model, topology)
     outputs, logits = alone
     assert _logits(held) == pytest.approx(logits, rel=1e-3)
     for here, there in zip(_logged(held), outputs, strict=True):
@@ -156,7 +157,7 @@ def _train_with_overflow(at: int, numbered: bool) -> dict[str, Any]:
     set_host(Loop())
     try:
         model = replace(DENSE, fp16=True, steps=6)
-        return {**_train(model, Topology(), 2), "written": written}
+        return {**_train(model, ONE, 2), "written": written}
     finally:
         pipeline_parallel.get_forward_backward_func = real
         set_host(NO_HOST)
@@ -171,7 +172,7 @@ SKIPPED = [(5, True, [2, 4, 6], [2, 4, 6]), (4, False, [2, 4], [2, 5])]
 def test_a_skipped_steps_outputs_are_forgotten(
     at: int, numbered: bool, numbers: list[int], times: list[int]
 ) -> None:
-    held = run_alone(_train_with_overflow, at, numbered)
+    (held,) = run(_train_with_overflow, 1, at, numbered)
     assert [step for step, ok in enumerate(held["ok"], 1) if not ok] == [at]
     assert [step for step, log in enumerate(held["numbers"], 1) if log] == times
     assert held["written"] == numbers

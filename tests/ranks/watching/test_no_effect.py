@@ -22,23 +22,24 @@ from support.models.gpt import (
     take_step,
     truth,
 )
-from support.ranks import error_of, run, run_alone
+from support.ranks import error_of, run
+from support.runs.topologies import DP2, ONE, PP2, TP2
 from support.runs.watching import logged, watched
 from support.runs.whole import differences
 
 BF16 = Case()
 FP16 = replace(BF16, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),))
 RUNS = [
-    (FP16, Topology(dp=2)),
+    (FP16, DP2),
     (
         replace(BF16, layers=4),
         Topology(pp=2, chunks=2, overlap=True, step_overlap=True),
     ),
-    (replace(BF16, frozen=("embedding.*", "*.layers.0.*")), Topology(pp=2)),
+    (replace(BF16, frozen=("embedding.*", "*.layers.0.*")), PP2),
 ]
 
 
-@pytest.mark.parametrize(("case", "topology"), RUNS, ids=str)
+@pytest.mark.parametrize(("case", "topology"), RUNS)
 def test_logging_changes_no_bit(case: Case, topology: Topology) -> None:
     seen, steps = logged(case, topology)
     assert differences(truth(case), seen) == []
@@ -47,7 +48,7 @@ def test_logging_changes_no_bit(case: Case, topology: Topology) -> None:
 
 
 def _hooks(case: Case) -> list[Any]:
-    built = start(case, Topology(tp=2))
+    built = start(case, TP2)
     before = torch.get_rng_state()
     counts = [_forward_hooks(built.chunks)]
     for step in range(case.steps):
@@ -84,7 +85,7 @@ def _kept(case: Case) -> list[Any]:
 
     set_host(Kept())
     try:
-        built, printed = printed_by(lambda: stepped(case, Topology(dp=2)))
+        built, printed = printed_by(lambda: stepped(case, DP2))
     finally:
         set_host(NO_HOST)
     return [built.log["numbers"], written, printed]
@@ -104,13 +105,13 @@ def test_all_ranks_have_a_steps_numbers_and_the_last_one_writes_them() -> None:
 
 
 def _without_numbers() -> list[Any]:
-    built = stepped(replace(BF16, steps=1), Topology())
-    adamw = start(replace(BF16, optimizer="adam"), Topology())
+    built = stepped(replace(BF16, steps=1), ONE)
+    adamw = start(replace(BF16, optimizer="adam"), ONE)
     return [numbers(built.optimizer), error_of(lambda: numbers(adamw.optimizer))]
 
 
 def test_a_run_that_does_not_log_has_no_numbers_and_adamw_is_refused() -> None:
-    (none, text) = run_alone(_without_numbers)
+    ((none, text),) = run(_without_numbers, 1)
     assert none == {} and text.startswith("TypeError: ") and "is not Muon's" in text
 
 
@@ -121,12 +122,12 @@ def _full_disk(case: Case) -> str:
 
     set_host(Full())
     try:
-        return printed_by(lambda: stepped(case, Topology()))[1]
+        return printed_by(lambda: stepped(case, ONE))[1]
     finally:
         set_host(NO_HOST)
 
 
 def test_a_disk_that_is_full_does_not_stop_a_run() -> None:
-    text = run_alone(_full_disk, watched(replace(BF16, steps=2)))
+    (text,) = run(_full_disk, 1, watched(replace(BF16, steps=2)))
     for step in (1, 2):
         assert f"step {step} is not logged: OSError: [Errno 28] No space" in text

@@ -18,12 +18,21 @@ from support.models.gpt import (
     Case,
     Topology,
     muon_weights,
+    on_ranks,
     printed_by,
     train,
     truth,
 )
-from support.ranks import run_on
 from support.runs.cases import whole_grad
+from support.runs.topologies import (
+    DP2,
+    DP3,
+    DP4_INSTANCES2,
+    ONE,
+    TP2_CP2,
+    TP2_DP2,
+    TP2_DP2_EP2_ETP1,
+)
 from support.runs.watching import Rows, having, logged, promised, watched
 from support.runs.whole import differences
 
@@ -31,19 +40,19 @@ Tensor = torch.Tensor
 FP32 = Case(bf16=False, steps=2).with_muon(ns_dtype="fp32")
 MOE = replace(FP32, moe=True)
 SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
-SPLIT = replace(FP32.with_muon(splits=SPLITS), gated=True, heads=12, groups=6, ffn=264)
-SHAPED = replace(FP32.with_muon(scale_mode="shape_scaling"), gated=True)
+SPLIT = replace(FP32, gated=True, heads=12, groups=6, ffn=264).with_muon(splits=SPLITS)
+SHAPED = replace(FP32, gated=True).with_muon(scale_mode="shape_scaling")
 RUNS = [
     (FP32, Topology(pp=2, dp=2, overlap=True)),
-    (SPLIT, Topology(tp=2, cp=2)),
-    (SHAPED, Topology(dp=3)),
-    (Case(steps=2), Topology(dp=4, instances=2)),
-    (MOE, Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)),
-    (replace(MOE, zero_grads=("*.local_experts.3.*",)), Topology(dp=3)),
+    (SPLIT, TP2_CP2),
+    (SHAPED, DP3),
+    (Case(steps=2), DP4_INSTANCES2),
+    (MOE, TP2_DP2_EP2_ETP1),
+    (replace(MOE, zero_grads=("*.local_experts.3.*",)), DP3),
 ]
 
 
-@pytest.mark.parametrize(("case", "topology"), RUNS, ids=str)
+@pytest.mark.parametrize(("case", "topology"), RUNS)
 def test_numbers_of_matrices(case: Case, topology: Topology) -> None:
     seen, steps = logged(case, topology)
     assert differences(truth(case), seen) == [] and len(steps) == case.steps
@@ -71,7 +80,7 @@ def printed(case: Case, topology: Topology) -> str:
 
 def test_the_rank_that_writes_warns_of_an_expert_without_tokens() -> None:
     case = watched(replace(MOE, zero_grads=("*.local_experts.3.*",)))
-    *others, last = run_on(printed, case, Topology(dp=2))
+    *others, last = on_ranks(printed, case, DP2)
     warned = [
         line for line in last.splitlines() if "matrices without a gradient" in line
     ]
@@ -85,9 +94,8 @@ DIRECTIONS = {"update_rms", "cosine"}
 
 
 def test_a_promise_is_that_of_the_matrix() -> None:
-    table = ("*.linear_fc1.*:rms=0.4",)
-    case = replace(FP32.with_muon(by_pattern=table), steps=1)
-    for row, rms in promised(case, Topology()).items():
+    case = FP32.with_muon(by_pattern=("*.linear_fc1.*:rms=0.4",))
+    for row, rms in promised(case, ONE).items():
         assert rms == pytest.approx(0.4 if "linear_fc1" in row else 0.2)
 
 
@@ -179,7 +187,7 @@ def _promised(case: Case) -> dict[str, float]:
 
 
 def test_adamws_parameters_have_numbers() -> None:
-    _, (first, *_) = logged(FP32, Topology(2, 1, 2))
+    _, (first, *_) = logged(FP32, TP2_DP2)
     adamws = having(first, "gradient_rms")
     before = truth(replace(FP32, steps=0))["main"]
     names = {

@@ -12,11 +12,12 @@ import pytest
 
 from megatron_muon.lab.commands import main
 from megatron_muon.mcore.checkpoint import manifest
-from support.checkpoints.saving import save_new
+from support.checkpoints.saving import formats, save_new
 from support.models.gpt import Case, Topology
-from support.ranks import run_on
+from support.ranks import run
 
 CASE = Case(steps=2)
+DEFAULT, *_ = EVERY = formats()
 DP2 = Topology(dp=2)
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -37,7 +38,7 @@ def faults(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str
 
 def saved(folder: Path, format: str) -> None:
     """A checkpoint of a run."""
-    run_on(save_new, CASE, DP2, format, str(folder))
+    run(save_new, DP2.world_size, CASE, DP2, format, str(folder))
 
 
 def as_megatron_lm(folder: Path) -> None:

@@ -5,26 +5,29 @@ ranks.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from support.checkpoints.saving import (
+    RESHARDABLE,
     load,
     load_parameter_state,
     save,
     spoil,
-    unequal,
 )
 from support.installed import installed
 from support.models.gpt import (
     Built,
-    distributed_optimizers,
     held,
+    on_ranks,
     start,
+    stepped,
     take_step,
     take_steps,
 )
 from support.ranks import error_of
 from support.runs.cases import Case, Topology
+from support.runs.whole import Whole, differences, of_optimizer, whole
 
 Held = dict[str, Any]
 
@@ -33,13 +36,10 @@ def _held(built: Built) -> Held:
     """What ``gpt.held`` says, with the AdamW steps and the loss scales of all
     groups.
     """
-    parts = distributed_optimizers(built.optimizer)
-    groups = [group for part in parts for group in part.optimizer.param_groups]
-    scalers = [part.grad_scaler.state_dict() for part in parts if built.case.fp16]
+    scalers = [part.grad_scaler.state_dict() for part in built.parts if built.case.fp16]
     # fused Adams leave the step of a group without parameters here behind
-    steps = sorted(
-        {int(group["step"]) for group in groups if group["params"] and "step" in group}
-    )
+    groups = [group for group in built.param_groups if group["params"]]
+    steps = sorted({int(group["step"]) for group in groups if "step" in group})
     return {**held(built), "steps": steps, "scalers": scalers}
 
 
@@ -47,7 +47,7 @@ def saved(
     case: Case,
     topology: Topology,
     format: str,
-    folder: str,
+    folder: Path,
     parallel: bool = False,
     asynchronous: bool = False,
 ) -> tuple[Held, Held]:
@@ -57,15 +57,13 @@ def saved(
     With ``asynchronous`` the other half is taken while the files are written.
     """
     half = case.steps // 2
-    built = start(case, topology)
-    take_steps(built, range(half))
+    built = stepped(case, topology, half)
     before = _held(built)
     go_on = partial(take_steps, built, range(half, case.steps))
     if asynchronous:
         save(built, folder, format, parallel, go_on)
     else:
         save(built, folder, format, parallel)
-        before["unlike"] = unequal(before, _held(built), "by saving: ")
         go_on()
     return before, _held(built)
 
@@ -74,7 +72,7 @@ def loaded(
     case: Case,
     topology: Topology,
     format: str,
-    folder: str,
+    folder: Path,
     parallel: bool = False,
     dirty: bool = False,
 ) -> tuple[Held, Held]:
@@ -93,25 +91,41 @@ def loaded(
     return before, _held(built)
 
 
-def resumed(
-    case: Case, topology: Topology, format: str, folder: str, dirty: bool = False
-) -> dict[str, Any]:
-    """``saved`` and then ``loaded`` on the same ranks: the ``differences`` of the second
-    run, whether the steps after the load ``moved`` anything, and what is ``held``.
+def resharded(
+    at_save: Case,
+    before: Topology,
+    at_load: Case,
+    after: Topology,
+    folder: Path,
+) -> tuple[list[Whole], list[Whole]]:
+    """What the run that saves has at the save and after all steps, and what another
+    has at the load and after all steps. From the test's process.
     """
-    before, expected = saved(case, topology, format, folder)
-    read, after = loaded(case, topology, format, folder, dirty=dirty)
-    unlike = before["unlike"] + unequal(before, read, "by loading: ")
-    for name, values in after["log"].items():
-        wanted = expected["log"][name][case.steps // 2 :]
-        if values != wanted:
-            unlike.append(f"{name}: {values}, not {wanted}")
-    unlike += unequal(expected, after, "after more steps: ")
-    moved = bool(unequal(before, after, ""))
-    return {"differences": unlike, "moved": moved, "held": after}
+    runs = (
+        on_ranks(saved, at_save, before, RESHARDABLE, folder),
+        on_ranks(loaded, at_load, after, RESHARDABLE, folder),
+    )
+    one, other = ([whole(when) for when in zip(*held, strict=True)] for held in runs)
+    return one, other
 
 
-def refused(case: Case, topology: Topology, format: str, folder: str) -> str:
+def check_resharded(
+    at_save: Case,
+    before: Topology,
+    at_load: Case,
+    after: Topology,
+    folder: Path,
+) -> None:
+    """Both have the same state at the load and after all steps, which change it."""
+    runs = resharded(at_save, before, at_load, after, folder)
+    (at_once, later), (loaded, others_later) = (
+        map(of_optimizer, held) for held in runs
+    )
+    assert differences(at_once, loaded) == differences(later, others_later) == []
+    assert differences(loaded, later)
+
+
+def refused(case: Case, topology: Topology, format: str, folder: Path) -> str:
     """What loading into a new run raises with the plugin installed; in the format
     ``torch`` only what the optimizer itself reads is.
     """

@@ -11,37 +11,49 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 import torch
 
+from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
+from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support.installed import VERSION
 from support.models.gpt import (
     Built,
     Case,
     Topology,
-    distributed_optimizers,
     held,
     start,
     stepped,
+    take_step,
+    take_steps,
 )
 from support.ranks import error_of
 
 OPTIONS: dict[str, Any] = {}  # of Megatron's save and load
 
 
-# Those that Megatron-LM of the installed core writes, its default of torch_dist first.
-FORMATS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
-if VERSION < (0, 15):
-    FORMATS = ["dp_zero_gather_scatter", "fully_sharded_model_space", "torch"]
-DEFAULT, RESHARDABLE, *_ = FORMATS
-TORCH_DIST = FORMATS[:-1]
+def formats() -> list[str]:
+    """Those that Megatron-LM of the installed core writes, its default of torch_dist
+    first.
+    """
+    if VERSION >= (0, 15):
+        return [
+            "dp_reshardable",
+            "fully_reshardable",
+            "dp_zero_gather_scatter",
+            "torch",
+        ]
+    return ["dp_zero_gather_scatter", "fully_sharded_model_space", "torch"]
 
 
-in_every_format = pytest.mark.parametrize("format", FORMATS)
+# the one that any other topology can load
+(RESHARDABLE,) = {"fully_reshardable", "fully_sharded_model_space"} & {*formats()}
 
 
 def _as_in_its_day() -> None:
@@ -74,16 +86,18 @@ def _number_saves_from_zero() -> None:
 
 def save(
     built: Built,
-    folder: str,
+    folder: str | Path,
     format: str,
     parallel: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Write the model and its optimizer.
+    """Write the model and its optimizer into a folder, which is made if it is missing.
 
     As --ckpt-fully-parallel-save does; ``meanwhile`` processes of their own write
     (--async-save).
     """
+    folder = str(folder)
+    os.makedirs(folder, exist_ok=True)
     if format == "torch":
         assert not parallel and meanwhile is None, "that is torch_dist's"
         return _save_torch(built, folder)
@@ -111,13 +125,13 @@ def save(
     calls.maybe_finalize_async_calls(blocking=True)
 
 
-def write(state: dict[str, Any], folder: str, strategy: Any = None) -> None:
+def write(state: dict[str, Any], folder: str | Path, strategy: Any = None) -> None:
     """Write a sharded state dict."""
     from megatron.core import dist_checkpointing
 
     _as_in_its_day()
     _number_saves_from_zero()
-    dist_checkpointing.save(state, folder, strategy, **OPTIONS)
+    dist_checkpointing.save(state, str(folder), strategy, **OPTIONS)
 
 
 def _in_parallel(action: str, folder: str) -> Any:
@@ -137,10 +151,11 @@ def _in_parallel(action: str, folder: str) -> Any:
     return wrapper(inner, ps.get_data_parallel_group(with_context_parallel=True))
 
 
-def load(built: Built, folder: str, format: str, parallel: bool = False) -> None:
+def load(built: Built, folder: str | Path, format: str, parallel: bool = False) -> None:
     """Read them into a model and an optimizer, with --ckpt-fully-parallel-load if
     ``parallel``.
     """
+    folder = str(folder)
     if format == "torch":
         assert not parallel, "that is torch_dist's"
         _load_torch(built, folder)
@@ -218,7 +233,7 @@ def _models(built: Built) -> dict[str, Any]:
     return models
 
 
-def _files(folder: str) -> tuple[str, str]:
+def _files(folder: str | Path) -> tuple[str, str]:
     from megatron.core import parallel_state as ps
 
     ranks = (
@@ -254,7 +269,18 @@ def _load_torch(built: Built, folder: str) -> None:
     built.optimizer.load_parameter_state(optimizer_file)
 
 
-def load_parameter_state(built: Built, folder: str, format: str) -> None:
+def reading_the_other(
+    built: Built, momentum: Any = "momentum"
+) -> AbstractContextManager[None]:
+    """Within it Muon loads a checkpoint of AdamW's, or AdamW one of Muon's by the
+    settings of its case.
+    """
+    if built.case.optimizer == "muon":
+        return reading_adamw(built.optimizer, momentum)
+    return reading_muon(built.optimizer, asdict(built.case.settings))
+
+
+def load_parameter_state(built: Built, folder: str | Path, format: str) -> None:
     """What the optimizer itself reads in the format ``torch``."""
     assert format == "torch", "that has no file of its own for it"
     built.optimizer.load_parameter_state(_files(folder)[1])
@@ -267,14 +293,48 @@ def spoil(built: Built) -> None:
     """
     for param in built.params.values():
         param.mul_(-0.5)
-    for part in distributed_optimizers(built.optimizer):
-        for group in part.optimizer.param_groups:
-            for shard in group["params"]:
-                shard.mul_(-0.5)
+    for group in built.param_groups:
+        for shard in group["params"]:
+            shard.mul_(-0.5)
+
+
+def resumed(
+    case: Case, topology: Topology, format: str, folder: str | Path, dirty: bool = False
+) -> dict[str, Any]:
+    """Take half of the case's steps, save, go on; load into a new run and go on there,
+    too.
+
+    With ``dirty`` the new run has taken a step before the load, so that its state is
+    made and wrong. ``moved``: whether the steps after the load changed anything.
+    """
+    half = case.steps // 2
+    rest = range(half, case.steps)
+    built = stepped(case, topology, half)
+    before = held(built)
+    save(built, folder, format)
+    unlike = unequal(before, held(built), "by saving: ")
+    take_steps(built, rest)
+    expected = held(built)
+
+    again = start(case, topology)
+    if dirty:
+        take_step(again, case.steps + 1)
+    spoil(again)
+    again.log.clear()
+    load(again, folder, format)
+    unlike += unequal(before, held(again), "by loading: ", log=False)
+    take_steps(again, rest)
+    after = held(again)
+    for name, values in after["log"].items():
+        if values != expected["log"][name][half:]:
+            unlike.append(f"{name}: {values}, not {expected['log'][name][half:]}")
+    unlike += unequal(expected, after, "after more steps: ", log=False)
+    moved = bool(unequal(before, after, "", log=False))
+    return {"differences": unlike, "moved": moved, "held": after}
 
 
 def save_new(
-    case: Case, topology: Topology, format: str, folder: str
+    case: Case, topology: Topology, format: str, folder: str | Path
 ) -> dict[str, Any]:
     """Save a run that has taken the case's steps; what it holds."""
     built = stepped(case, topology)
@@ -282,21 +342,27 @@ def save_new(
     return held(built)
 
 
-def error_of_load(case: Case, topology: Topology, format: str, folder: str) -> str:
+def error_of_load(
+    case: Case, topology: Topology, format: str, folder: str | Path
+) -> str:
     """What loading into a new run raises, as text."""
     built = start(case, topology)
     return error_of(lambda: load(built, folder, format))
 
 
-def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> str:
+def error_of_save(
+    case: Case, topology: Topology, format: str, folder: str | Path
+) -> str:
     """What saving raises, as text."""
     built = start(case, topology)
     return error_of(lambda: save(built, folder, format))
 
 
-def unequal(one: dict[str, Any], two: dict[str, Any], where: str) -> list[str]:
+def unequal(
+    one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True
+) -> list[str]:
     """Names of what differs between two ``held`` of one rank."""
-    unlike = []
+    unlike = [f"{where}log"] * (log and one["log"] != two["log"])
     for name, array in one["params"].items():
         if not numpy.array_equal(array, two["params"][name]):
             unlike.append(f"{where}{name}")

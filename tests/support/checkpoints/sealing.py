@@ -23,7 +23,7 @@ def plugin(built: Built, **settings: Any) -> AbstractContextManager[None]:
     return installed(MuonConfig(**{**dict(built.case.muon), **settings}))
 
 
-def save(built: Built, folder: str, format: str) -> None:
+def save(built: Built, folder: str | Path, format: str) -> None:
     """As Megatron-LM does with the plugin."""
     with plugin(built):
         if format != "torch":
@@ -35,24 +35,28 @@ def save(built: Built, folder: str, format: str) -> None:
             saving.save(built, folder, format)  # ends with a barrier
 
 
-def load(built: Built, folder: str, format: str) -> None:
+def load(built: Built, folder: str | Path, format: str) -> None:
     """As Megatron-LM does with the plugin."""
     from megatron_muon.mcore.checkpoint.seal import check
 
     with plugin(built):
         if format == "torch":
-            check(folder, built.optimizer.record)
+            check(str(folder), built.optimizer.record)
         saving.load(built, folder, format)
 
 
-def saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+def saved(
+    case: Case, topology: Topology, format: str, folder: str | Path
+) -> dict[str, Any]:
     """Save a run that has taken the case's steps; what it holds."""
     built = stepped(case, topology)
     save(built, folder, format)
     return held(built)
 
 
-def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+def loaded(
+    case: Case, topology: Topology, format: str, folder: str | Path
+) -> dict[str, Any]:
     """What this rank holds after loading into a new run, and what that raises, as
     text.
     """
@@ -63,14 +67,14 @@ def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str
 
 
 def errors_of_loads(
-    case: Case, topology: Topology, format: str, folders: list[str]
+    case: Case, topology: Topology, format: str, folders: list[str] | list[Path]
 ) -> list[str | None]:
     """What loading each of them into one run raises."""
     built = start(case, topology)
     return [_error_of_load(built, folder, format) for folder in folders]
 
 
-def _error_of_load(built: Built, folder: str, format: str) -> str | None:
+def _error_of_load(built: Built, folder: str | Path, format: str) -> str | None:
     try:
         load(built, folder, format)
     except (Exception, CheckpointException) as error:  # torch's is no Exception

@@ -106,14 +106,17 @@ class Oracle:
     """
 
     weights: dict[str, Tensor]
-    # heads, groups, head size and gates of ``qkv_rows``; None: a fused weight is one matrix
-    qkv: tuple[int, int, int, bool] | None
+    heads: int
+    groups: int
+    head_size: int
     lr: Callable[[str], float]
     weight_decay: Callable[[str, Tensor], float]
     rms: float = 0.2
     mu: float = 0.95
     warm_up: tuple[float, int] | None = None  # of mu: its start, and its steps
     ns_steps: int = 5
+    split_qkv: bool = True
+    gated_attention: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     clip: float = 0.0
@@ -134,8 +137,9 @@ class Oracle:
     cautious: bool = False  # arXiv 2510.12402
     opposed: Callable[[Tensor, Tensor], Tensor] = lambda w, direction: w * direction < 0
     decays: list[Decay] = field(default_factory=list)  # of cautious decay, in order
+    hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
     radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    rule: str = ""  # that is not Muon's; hyperball's norms stay: arXiv 2606.16899
+    second_moment: str = ""  # a rule's name
     beta2: float = 0.95
     eps2: float = 1e-8
     moments: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -167,13 +171,13 @@ class Oracle:
         w.copy_(r(w * (1 - decay)))
         for number, rows in enumerate(self.matrices(name, w)):
             direction = self.orthogonalize(u[rows], self.ns_steps)
-            if self.rule == "namo":
+            if self.second_moment == "namo":
                 alpha = self._namo((name, number), g[rows], u[rows])
                 w[rows] = r(before[rows] * (1 - alpha * decay))
                 direction = r(alpha * direction)
-            if self.rule == "normuon":
+            if self.second_moment == "normuon":
                 direction = self._normuon((name, number), direction)
-            if self.rule == "hyperball":
+            if self.hyperball:
                 radius = self.norm(w[rows], 1)
                 radius = self.radii.setdefault((name, number), radius)
                 length = r(self.norm(direction, -1))
@@ -226,8 +230,10 @@ class Oracle:
             return range(w.shape[0])
         if self.blocks is not None:
             return self.blocks(name, w)
-        if self.qkv is not None and name.endswith("linear_qkv.weight"):
-            return qkv_rows(*self.qkv)
+        if self.split_qkv and name.endswith("linear_qkv.weight"):
+            return qkv_rows(
+                self.heads, self.groups, self.head_size, self.gated_attention
+            )
         return [list(range(w.shape[0]))]
 
     def _adamw(self, name: str, w: Tensor, g: Tensor) -> None:

@@ -46,19 +46,19 @@ from typing import Any
 import torch
 
 from support.expected.oracle import Oracle
-from support.expected.separate import blocks_of, of_two_tp_ranks
-from support.expected.shaking import TRIALS, all_shaken, limits, sizes
+from support.expected.separate import of_two_tp_ranks
+from support.expected.shaking import TRIALS, all_shaken, sizes
 from support.models.gpt import (
     Case,
     Topology,
     lr_at,
     matches,
+    on_ranks,
     train,
     truth,
     whole_grad,
     whole_weight,
 )
-from support.ranks import run_on
 from support.runs.whole import Whole, whole
 
 Tensor = torch.Tensor
@@ -95,6 +95,24 @@ CASES = {
         FP32.with_muon(independent_decay=True), faster=("*.linear_fc2.weight",)
     ),
     "momentum-warm-up": FP32.with_muon(momentum_warmup=3, momentum_start=0.3),
+    "hyperball": replace(FP32.with_muon(rule="hyperball"), weight_decay=0.0),
+    "hyperball-bf16": replace(BF16.with_muon(rule="hyperball"), weight_decay=0.0),
+    "hyperball-experts": replace(
+        FP32.with_muon(rule="hyperball", split_matrices=2),
+        moe=True,
+        weight_decay=0.0,
+        steps=FEW,
+    ),
+    "namo": FP32.with_muon(rule="namo"),
+    "namo-bf16": BF16.with_muon(rule="namo"),
+    "namo-experts": replace(
+        FP32.with_muon(rule="namo", split_matrices=2), moe=True, steps=FEW
+    ),
+    "normuon": FP32.with_muon(rule="normuon"),
+    "normuon-bf16": BF16.with_muon(rule="normuon"),
+    "normuon-experts": replace(
+        FP32.with_muon(rule="normuon", split_matrices=2), moe=True, steps=FEW
+    ),
     "decay-all": FP32.with_muon(weight_decay_all_params=True),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
@@ -116,20 +134,12 @@ CASES = {
     "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
     "fp16": replace(BF16, bf16=False, fp16=True, steps=FEW),
 }
-RULES = ("hyperball", "namo", "normuon")
-for _rule in RULES:
-    _decay = 0.0 if _rule == "hyperball" else BASE.weight_decay
-    _fp32 = replace(FP32.with_muon(rule=_rule), weight_decay=_decay)
-    _shared = _fp32.with_muon(split_matrices=2)
-    CASES |= {
-        _rule: _fp32,
-        f"{_rule}-bf16": replace(BF16.with_muon(rule=_rule), weight_decay=_decay),
-        f"{_rule}-experts": replace(_shared, moe=True, steps=FEW),
-    }
 EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
 WHERE = {
     "moe": EXPERTS,
-    **{f"{rule}-experts": EXPERTS for rule in RULES},
+    "hyperball-experts": EXPERTS,
+    "normuon-experts": EXPERTS,
+    "namo-experts": EXPERTS,
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
@@ -171,7 +181,10 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
 
     oracle = Oracle(
         weights={n: whole_weight(case, n, s).double() for n, s in shapes(case).items()},
-        qkv=(case.heads, case.groups, case.head_size, case.output_gate),
+        heads=case.heads,
+        groups=case.groups,
+        head_size=case.head_size,
+        gated_attention=case.output_gate,
         lr=lambda name: lr_at(case, len(oracle.norms) - 1, name),
         weight_decay=weight_decay,
         rms=settings.get("matched_adamw_rms", 0.2),
@@ -179,15 +192,15 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         mu=settings.get("momentum", 0.95),
         nesterov=settings.get("nesterov", True),
         ns_steps=settings.get("ns_steps", 5),
+        split_qkv=settings.get("split_qkv", True),
         betas=(0.9, 0.95),
         clip=case.clip,
         update_norm=settings.get("scale_mode") == "update_norm",
         cautious=settings.get("cautious_decay", False),
-        rule=settings.get("rule", ""),
+        hyperball=settings.get("rule") == "hyperball",
+        second_moment=settings.get("rule", ""),
         eps2=settings.get("moment2_eps", 1e-8),
     )
-    if settings.get("split_qkv") is False:
-        oracle.qkv = None
     if "independent_decay" in settings:
         oracle.decay_factor = lambda name: (
             1 / (case.lr * (3 if matches(name, case.faster) else 1))
@@ -200,7 +213,8 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         _take_turns(case, oracle, settings["full_period"], settings["block_lr_mult"])
     if case.optimizer == "adam":
         oracle.is_muon = lambda name, w: False
-    vars(oracle).update(changes)
+    for name, value in changes.items():
+        setattr(oracle, name, value)
     return oracle
 
 
@@ -231,9 +245,13 @@ def heads_and_gate_up(case: Case, name: str, w: Tensor) -> list[list[int]]:
     """Each head of q, k and v as a matrix, and gate and up; the order does not
     matter.
     """
-    kinds = {"linear_qkv": "heads", "linear_fc1": "gate-up"}
-    kind = kinds.get(name.rsplit(".", 2)[-2], "whole")
-    return blocks_of(case, name, len(w), kind)
+    rows = list(range(w.shape[0]))
+    size = w.shape[0]
+    if name.endswith("linear_qkv.weight"):
+        size = case.head_size  # per query group its heads' q, then k and v
+    elif name.endswith("linear_fc1.weight"):
+        size = w.shape[0] // 2
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def computed(case: Case, oracle: Oracle, norms: Norms = None) -> Result:
@@ -264,11 +282,11 @@ class Allowed:
     limits: dict[str, tuple[float, float]]
     either: dict[str, Tensor]
 
-    def beyond(self, key: str, deviation: Tensor) -> Tensor:
-        """What no decay explains."""
-        if key not in self.either:
-            return deviation
-        return (deviation.abs() - self.either[key]).clamp_min(0.0)
+    def beyond(self, key: str, deviation: Tensor) -> tuple[float, float]:
+        """The sizes of what no decay explains."""
+        if key in self.either:
+            deviation = (deviation.abs() - self.either[key]).clamp_min(0.0)
+        return sizes(deviation)
 
 
 @cache
@@ -282,9 +300,11 @@ def allowed(case: Case) -> Allowed:
     for kind, tensors in exact.items():
         for name, want in tensors.items():
             key = f"{kind} {name}"
-            found.limits[key] = limits(
-                found.beyond(key, trial[kind][name] - want) for trial in trials
+            norms, largest = zip(
+                *(found.beyond(key, trial[kind][name] - want) for trial in trials),
+                strict=True,
             )
+            found.limits[key] = (max(norms), 2 * max(largest))
     return found
 
 
@@ -306,19 +326,18 @@ def _undecided(oracle: Oracle, trials: Sequence[Oracle]) -> dict[str, Tensor]:
 def outside(case: Case, result: Whole, target: Result) -> dict[str, str]:
     """What is further from the target than rounding explains."""
     wrong, may = {}, allowed(case)
-    for key, most in may.limits.items():
+    for key, limits in may.limits.items():
         kind, name = key.split()
-        deviation = result[kind][name].double() - target[kind][name]
-        got = sizes(may.beyond(key, deviation))
-        if not all(g <= limit for g, limit in zip(got, most, strict=True)):
-            wrong[key] = f"{got} > {most}"
+        got = may.beyond(key, result[kind][name].double() - target[kind][name])
+        if not all(g <= limit for g, limit in zip(got, limits, strict=True)):
+            wrong[key] = f"{got} > {limits}"
     return wrong
 
 
 @cache
 def plugin(case: Case, topology: Topology) -> tuple[Whole, tuple[float, ...]]:
     """What the plugin computes, and Megatron's norm of the gradients in each step."""
-    results = run_on(train, case, topology)
+    results = on_ranks(train, case, topology)
     return whole(results), tuple(results[0]["log"]["norms"])
 
 

@@ -8,7 +8,7 @@ package; the arithmetic is the package's own, so that results are equal bit for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 
 import megatron_muon
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from support.expected.oracle import qkv_rows
 from support.runs.cases import (
     HEAD_SIZE,
     IN_PROJ,
@@ -41,9 +40,7 @@ def blocks_of(case: Case, name: str, rows: int, kind: str) -> Blocks:
     if ":" in kind:
         return _of_ones_own(rows, *kind.split(":"))
     if leaf == "linear_qkv":
-        if kind == "heads":
-            return _cut([case.head_size] * (rows // case.head_size))
-        return qkv_rows(case.heads, case.groups, case.head_size, case.output_gate)
+        return _of_attention(case, kind == "heads")
     if leaf == "linear_q_up_proj":
         return _cut([HEAD_SIZE + ROPE_HEAD] * case.heads)
     if leaf == "linear_kv_up_proj":
@@ -79,16 +76,49 @@ def _of_ones_own(rows: int, word: str, *numbers: str) -> Blocks:
     return [list(chain(*every[part :: len(sizes)])) for part in range(len(sizes))]
 
 
+def _of_attention(case: Case, heads: bool) -> Blocks:
+    """Per query group its q heads, their gates if any, its k, its v (SelfAttention's
+    views).
+    """
+    per_group = case.heads // case.groups
+    parts = ["q"] * per_group + ["gate"] * per_group * case.output_gate + ["k", "v"]
+    every = _cut([case.head_size] * len(parts) * case.groups)
+    if heads:
+        return every
+    named = list(zip(parts * case.groups, every, strict=True))
+    kinds = dict.fromkeys(parts)
+    return [
+        list(chain(*(rows for part, rows in named if part == own))) for own in kinds
+    ]
+
+
+@torch.no_grad()
 def trained_apart(
     case: Case, name: str, shape: tuple[int, ...], kind: str
 ) -> dict[str, Tensor]:
     """A weight and its momentum after the case's steps, if each block is a parameter of
     its own.
     """
-    places = list(_places(case, name, shape, kind))
-    return _trained(case, name, shape, lambda step: (places, case.settings))
+    config = case.settings
+    weight = whole_weight(case, name, shape)
+    momentum = torch.zeros(shape)
+    for place in _places(case, name, shape, kind):
+        own = weight[place].contiguous()
+        moved = momentum[place].contiguous()
+        for step, grad in enumerate(_grads(case, name, shape)):
+            _step(
+                own,
+                moved,
+                grad[place],
+                lr_at(case, step, name),
+                case.weight_decay,
+                config,
+            )
+        weight[place], momentum[place] = own, moved
+    return {"main": weight, "exp_avg": momentum}
 
 
+@torch.no_grad()
 def trained_in_turns(
     case: Case, name: str, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
@@ -96,36 +126,26 @@ def trained_in_turns(
     ranks has.
     """
     config = case.settings
-    wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")
-    halves: list[Any] = []
-    for rows in wholes:
-        halves += of_two_tp_ranks(case, name, rows, shape)
-    rms = config.matched_adamw_rms * config.block_lr_mult
-    of_blocks = replace(config, matched_adamw_rms=rms)
-
-    def turn(step: int) -> Turn:
-        return (halves, of_blocks) if step % config.full_period else (wholes, config)
-
-    return _trained(case, name, shape, turn)
-
-
-Turn = tuple[Sequence[Any], megatron_muon.MuonConfig]  # indices of blocks, settings
-
-
-@torch.no_grad()
-def _trained(
-    case: Case, name: str, shape: tuple[int, ...], turn: Callable[[int], Turn]
-) -> dict[str, Tensor]:
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)
-    for step in range(case.steps):
-        grad = whole_grad(case, name, shape, step)
-        lr = lr_at(case, step, name)
-        places, config = turn(step)
-        for place in places:
+    wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")
+    halves = [
+        half for rows in wholes for half in of_two_tp_ranks(case, name, rows, shape)
+    ]
+    for step, grad in enumerate(_grads(case, name, shape)):
+        factor = config.block_lr_mult if step % config.full_period else 1.0
+        taken = replace(config, matched_adamw_rms=config.matched_adamw_rms * factor)
+        for place in halves if step % config.full_period else wholes:
             own = weight[place].contiguous()
             moved = momentum[place].contiguous()
-            _step(own, moved, grad[place], lr, case.weight_decay, config)
+            _step(
+                own,
+                moved,
+                grad[place],
+                lr_at(case, step, name),
+                case.weight_decay,
+                taken,
+            )
             weight[place], momentum[place] = own, moved
     return {"main": weight, "exp_avg": momentum}
 
@@ -163,6 +183,11 @@ def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterato
         yield from (
             (expert, slice(None), cols) for cols in (slice(half), slice(half, None))
         )
+
+
+def _grads(case: Case, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    for step in range(case.steps):
+        yield whole_grad(case, name, shape, step)
 
 
 def _step(

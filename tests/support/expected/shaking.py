@@ -5,7 +5,6 @@ roundings.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -70,9 +69,3 @@ def all_shaken(ns_dtype: str, seed: int) -> dict[str, Any]:
 
 def sizes(deviation: Tensor) -> tuple[float, float]:
     return float(deviation.norm()), float(deviation.abs().max())
-
-
-def limits(deviations: Iterable[Tensor]) -> tuple[float, float]:
-    """What the sizes of a deviation may be, by those of trials."""
-    norms, largest = zip(*map(sizes, deviations), strict=True)
-    return max(norms), 2 * max(largest)

@@ -35,7 +35,17 @@ _CPU = torch.device("cpu")
 _EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """One way of doing a step's elementwise work; ``differ`` names results of other
+    bits.
+    """
+
+    way: str
+    differ: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Error:
     """Errors of Newton-Schulz against float64: on the device, and a CPU's beside a
     GPU's.
@@ -47,12 +57,11 @@ class Error:
     bound: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bits:
     """What one rank computed."""
 
-    # results of other bits, by the way of doing elementwise work; empty on a CPU
-    elementwise: dict[str, tuple[str, ...]]
+    elementwise: tuple[Elementwise, ...]  # empty on a CPU
     errors: tuple[Error, ...]  # by settings, then shape
     # settings whose second result differs, or whose direction of zeros is not zero
     twice: tuple[str, ...]
@@ -62,7 +71,7 @@ def run(kind: str) -> Bits:
     """All of it, on a rank."""
     device = torch.device(kind, 0) if kind == "cuda" else _CPU
     return Bits(
-        dict(elementwise(device)) if kind == "cuda" else {},
+        tuple(elementwise(device)) if kind == "cuda" else (),
         tuple(
             error for config in configs_on(device) for error in errors(device, config)
         ),
@@ -72,7 +81,7 @@ def run(kind: str) -> Bits:
     )
 
 
-def elementwise(device: torch.device) -> Iterator[tuple[str, tuple[str, ...]]]:
+def elementwise(device: torch.device) -> Iterator[Elementwise]:
     """Momentum, update and casts in every way of doing them, against torch's on
     the CPU.
     """
@@ -88,7 +97,7 @@ def elementwise(device: torch.device) -> Iterator[tuple[str, tuple[str, ...]]]:
         bad = [
             result for result, is_same in zip(_TRIAL, same, strict=True) if not is_same
         ]
-        yield name, tuple(bad)
+        yield Elementwise(name, tuple(bad))
 
 
 # what ``trial`` returns

@@ -4,17 +4,19 @@ compared.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import megatron_muon
 from megatron_muon.lab.bench.step.build import Built
@@ -22,9 +24,7 @@ from megatron_muon.lab.bench.step.measure import optimizers_of
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.mcore.host.shards import owned_shards
 from megatron_muon.runtime import collectives
-from support.checkpoints import saving
 from support.gpu.model import built_on_rank, fill, named_params
-from support.ranks import error_of
 
 CLAIMS = (
     "the killed save is refused",
@@ -33,8 +33,11 @@ CLAIMS = (
     "AdamW goes on from Muon's checkpoint",
     "Muon goes on from AdamW's checkpoint",
 )
-NO_ERROR = "no error"  # as ``error_of`` says it
 _BEFORE, _AFTER = 2, 2  # steps before and after the first save
+_METADATA = {
+    "distrib_optim_sharding_type": WHOLE_WEIGHTS,
+    "chained_optim_avoid_prefix": True,
+}
 
 
 def save_and_be_killed(argument: dict[str, Any]) -> None:
@@ -62,7 +65,7 @@ def _kill_at_metadata(event: str, args: tuple[Any, ...]) -> None:
 
 
 def load_and_switch(argument: dict[str, Any]) -> dict[str, str]:
-    """For each of ``CLAIMS`` the fault on this rank, or ``NO_ERROR``."""
+    """For each of ``CLAIMS`` ``ok``, or the fault on this rank."""
     folder = Path(argument["folder"])
     first, second = folder / "first", folder / "second"
     whole = _built(argument, "muon-contiguous")
@@ -72,13 +75,15 @@ def load_and_switch(argument: dict[str, Any]) -> dict[str, str]:
     megatron_muon.install()
     again = _built(argument, "muon-contiguous")
     megatron_muon.install()
-    refused = error_of(lambda: _load(again, second))
-    is_refused = "is not complete" in refused or "not a" in refused
+    refused = _error_of(lambda: _load(again, second))
     _load(again, first)
     loaded = _checksums(again)
     _steps(again, _BEFORE, _AFTER)
     faults = (
-        NO_ERROR if is_refused else f"it was loaded: {refused}",
+        _ok(
+            "is not complete" in refused or "not a" in refused,
+            refused or "it was loaded",
+        ),
         _same(saved, loaded),
         _same(_checksums(whole), _checksums(again)),
         _from_muon(argument, first),
@@ -93,7 +98,9 @@ def _from_muon(argument: dict[str, Any], folder: Path) -> str:
     _load(adamw, folder, megatron_muon.reading_muon(adamw.optimizer, folder))
     saved = _built(argument, "muon-contiguous")
     _steps(saved, 0, _BEFORE)
-    return _goes_on(saved, adamw)
+    if (fault := _same(_checksums(saved, "main"), _checksums(adamw, "main"))) != "ok":
+        return fault
+    return _error_of(lambda: _steps(adamw, _BEFORE, 1)) or "ok"
 
 
 def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
@@ -104,15 +111,9 @@ def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
     muon = _built(argument, "muon-contiguous")
     megatron_muon.install()
     _load(muon, folder, megatron_muon.reading_adamw(muon.optimizer, "momentum"))
-    return _goes_on(adamw, muon)
-
-
-def _goes_on(saved: Built, loaded: Built) -> str:
-    """The fault of a run that goes on from another's main parameters."""
-    fault = _same(_checksums(saved, "main"), _checksums(loaded, "main"))
-    if fault != NO_ERROR:
+    if (fault := _same(_checksums(adamw, "main"), _checksums(muon, "main"))) != "ok":
         return fault
-    return error_of(lambda: _steps(loaded, _BEFORE, 1))
+    return _error_of(lambda: _steps(muon, _BEFORE, 1)) or "ok"
 
 
 # --- a rank's model -------------------------------------------------------------------
@@ -196,25 +197,61 @@ def _tensors(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
 # --- its checkpoints ------------------------------------------------------------------
 
 
-def _save(built: Any, folder: Path) -> None:
+def _save(built: Built, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
     folder.mkdir(exist_ok=True)
     device = torch.device(torch.cuda.current_device())
     collectives.all_gather_numbers([0], None, device)  # no rank is ahead of the folder
-    state = saving.sharded(built, WHOLE_WEIGHTS, is_loading=False)
-    saving.write(state, str(folder))
+    dist_checkpointing.save(_sharded(built, is_loading=False), str(folder))
 
 
 def _load(
-    built: Any, folder: Path, reading: AbstractContextManager[None] | None = None
+    built: Built, folder: Path, reading: AbstractContextManager[None] | None = None
 ) -> None:
+    from megatron.core import dist_checkpointing
+
     with reading or nullcontext():
-        saving.load(built, str(folder), WHOLE_WEIGHTS)
+        loaded = dist_checkpointing.load(_sharded(built, is_loading=True), str(folder))
+        _gpt(built).load_state_dict(loaded["model"])
+        built.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _sharded(built: Built, *, is_loading: bool) -> dict[str, Any]:
+    state = {"model": _gpt(built).sharded_state_dict()}
+    form: dict[str, Any] = {"metadata": _METADATA}
+    if (
+        "metadata"
+        not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    ):
+        form = {"sharding_type": WHOLE_WEIGHTS}  # before core 0.14
+    state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **form)
+    return state
+
+
+def _gpt(built: Built) -> Any:
+    (chunk,) = built.chunks
+    return chunk.module.module  # in DDP, in Float16Module
+
+
+# --- verdicts -------------------------------------------------------------------------
+
+
+def _error_of(action: Callable[[], None]) -> str:
+    """The error that it raises, in words; empty if none."""
+    try:
+        action()
+    except BaseException as error:  # torch's error of checkpoints is no Exception
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
 
 
 def _same(one: dict[str, int], other: dict[str, int]) -> str:
     if one.keys() != other.keys():
         return f"other names: {sorted(one.keys() ^ other.keys())[:3]}"
     bad = [name for name in one if one[name] != other[name]]
-    return (
-        f"{len(bad)} of {len(one)} differ, the first is {bad[0]}" if bad else NO_ERROR
-    )
+    return f"{len(bad)} of {len(one)} differ, the first is {bad[0]}" if bad else "ok"
+
+
+def _ok(holds: bool, fault: str) -> str:
+    return "ok" if holds else fault

@@ -4,6 +4,7 @@ measured.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,15 @@ from megatron_muon.lab.pricing import step as pricing
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA, Hardware
 from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
-from megatron_muon.orthogonalize.matmul import symmetric_kernel
+from megatron_muon.orthogonalize.matmul import (
+    plan_device,
+    symmetric_kernel,
+)
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.orthogonalize.triton_operations import has_triton
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.update import SymmetricProducts
-from support.gpu.link_speed import link_gbytes
+from support.gpu.link_speed import LinkJob, link_gbytes
 from support.gpu.model import flags_of, on_ranks, row_of
 from support.gpu.predicted import PredictedStep, solved
 from support.gpu.settings import Settings
@@ -51,6 +56,11 @@ _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("update", (pricing.UPDATE,), ("muon-update",), "memory_efficiency"),
     ("exchange and staging", (pricing.STAGING, WAITING), _EXCHANGE, "node_efficiency"),
 )
+
+
+def device_of(settings: Settings) -> Device:
+    """The kind of device that plans are for."""
+    return plan_device(torch.device(settings.device), MuonConfig())
 
 
 def measured_on_ranks(settings: Settings) -> list[Measured]:
@@ -128,15 +138,21 @@ def constants(settings: Settings, hardware: Hardware) -> list[Figure]:
     between GPUs.
     """
     if settings.gpus:
-        (figures,) = on_ranks(Settings("cuda", 1), speeds, hardware, _SECONDS)
+        (figures,) = on_ranks(Settings("cuda", 1), _speeds, hardware, _SECONDS)
     else:
         with virtual_gpu():
-            figures = speeds(hardware)
+            figures = list(speeds(hardware, torch.device("cuda")))
     if settings.ranks > 1:
-        job = (64 << 20, 5, True) if settings.gpus else (1 << 10, 1, False)
+        size = (64 << 20, 5) if settings.gpus else (1 << 10, 1)
+        job = LinkJob(*size, gpu=settings.gpus)
         ranks = on_ranks(settings, link_gbytes, job, _SECONDS)
         figures.append(link(hardware, statistics.median(ranks)))
     return figures
+
+
+def _speeds(hardware: Hardware) -> list[Figure]:
+    """On a rank."""
+    return list(speeds(hardware, torch.device("cuda", torch.cuda.current_device())))
 
 
 def times(
@@ -217,7 +233,9 @@ def _figures(
     ]
 
 
-def as_predicted_on(expected: PredictedStep, hardware: Hardware, rank: int) -> Measured:
+def as_predicted_on(
+    expected: PredictedStep, hardware: Hardware, rank: int = 0, **changes: Any
+) -> Measured:
     """What a rank would measure if the time model with this hardware were true."""
     step = expected.price(hardware)
     parts = {
@@ -225,7 +243,7 @@ def as_predicted_on(expected: PredictedStep, hardware: Hardware, rank: int) -> M
         for _, phases, own, _ in _PHASES
         for part in own
     }
-    return Measured(
+    made = Measured(
         times=[Times(1e3 * expected.whole(hardware), parts, 0.0)],
         counted=Counted({"gather": expected.sent[rank], "scatter": 0}),
         metered_bytes=expected.sent[rank],
@@ -237,6 +255,7 @@ def as_predicted_on(expected: PredictedStep, hardware: Hardware, rank: int) -> M
         },
         host_ms=1e3 * expected.host(hardware),
     )
+    return dataclasses.replace(made, **changes)
 
 
 def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> Hardware:
@@ -246,7 +265,9 @@ def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> H
         for figure in measured_constants
         if figure.constant
     }
-    known = {name: value for name, value in values.items() if value and value > 0}
+    known = {
+        name: value for name, value in values.items() if value is not None and value > 0
+    }
     return hardware.with_values(known, "measured by tests/gpu")
 
 
@@ -267,46 +288,40 @@ _COVER = (
 )
 
 
-_GPU = torch.device("cuda")
-
-
-def speeds(hardware: Hardware) -> list[Figure]:
+def speeds(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
     """All of them that one GPU can measure alone."""
-    alone = [one(hardware) for one in (product, memory, launch, kernel)]
-    return [*alone, *symmetric(hardware)]
+    for one in (product, memory, launch, kernel):
+        yield one(hardware, device)
+    yield from symmetric(hardware, device)
 
 
-def product(hardware: Hardware) -> Figure:
+def product(hardware: Hardware, device: torch.device) -> Figure:
     """A large product in bf16: ``gemm_efficiency``."""
     left, right = (
-        torch.randn(_SIDE, _SIDE, device=_GPU, dtype=torch.bfloat16) for _ in range(2)
+        torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2)
     )
     seconds = _seconds(lambda: torch.mm(left, right))
     reached = 2 * _SIDE**3 / seconds / TERA
     return share(
-        f"product {_SIDE}x{_SIDE} in bf16",
-        "TFLOP/s",
-        reached,
-        hardware,
-        "dense_tflops",
-        "gemm_efficiency",
-    )
+        f"product {_SIDE}x{_SIDE} in bf16", "TFLOP/s", reached, hardware.dense_tflops,
+        hardware.gemm_efficiency, ("gemm_efficiency", "dense_tflops"),
+    )  # fmt: skip
 
 
-def symmetric(hardware: Hardware) -> Iterator[Figure]:
+def symmetric(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
     """XXᵀ by quack-kernels and by triton, where they are installed, beside torch's
     product: ``symmetric_ratio``.
     """
     makers: tuple[SymmetricProducts, ...] = ("auto", "triton")
     for maker in makers if has_triton() else makers[:1]:
         config = MuonConfig(symmetric_products=maker)
-        multiply = symmetric_kernel(_GPU, config)
+        multiply = symmetric_kernel(device, config)
         if multiply is None:
             continue
         by = "triton" if maker == "triton" else "quack-kernels"
         for side in _SIDES:
             x, out = (
-                torch.randn(side, side, device=_GPU, dtype=torch.bfloat16)
+                torch.randn(side, side, device=device, dtype=torch.bfloat16)
                 for _ in range(2)
             )
             theirs = _seconds(partial(multiply, x, x.mT, None, 1.0, 1.0, out))
@@ -318,25 +333,21 @@ def symmetric(hardware: Hardware) -> Iterator[Figure]:
             yield Figure(name, "", expected, ratio, constant=constant, value=ratio)
 
 
-def memory(hardware: Hardware) -> Figure:
+def memory(hardware: Hardware, device: torch.device) -> Figure:
     """A large copy: ``memory_efficiency``."""
-    source = torch.zeros(_ELEMENTS, device=_GPU)
+    source = torch.zeros(_ELEMENTS, device=device)
     target = torch.empty_like(source)
     seconds = _seconds(lambda: torch.add(source, 1.0, out=target))
     reached = 2 * source.nbytes / seconds / GIGA
     return share(
-        "memory, reads and writes",
-        "GB/s",
-        reached,
-        hardware,
-        "memory_gbytes",
-        "memory_efficiency",
-    )
+        "memory, reads and writes", "GB/s", reached, hardware.memory_gbytes,
+        hardware.memory_efficiency, ("memory_efficiency", "memory_gbytes"),
+    )  # fmt: skip
 
 
-def launch(hardware: Hardware) -> Figure:
+def launch(hardware: Hardware, device: torch.device) -> Figure:
     """The host's time per small operation: ``launch_us``."""
-    one = torch.zeros(1, device=_GPU)
+    one = torch.zeros(1, device=device)
     times = []
     for _ in range(_REPEATS):
         torch.cuda.synchronize()
@@ -349,12 +360,12 @@ def launch(hardware: Hardware) -> Figure:
     )
 
 
-def kernel(hardware: Hardware) -> Figure:
+def kernel(hardware: Hardware, device: torch.device) -> Figure:
     """The GPU's time per small kernel, all of them in line before the first runs:
     ``kernel_us``.
     """
-    one = torch.zeros(1, device=_GPU)
-    left = torch.randn(_SIDE, _SIDE, device=_GPU, dtype=torch.bfloat16)
+    one = torch.zeros(1, device=device)
+    left = torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
     times = []
     for _ in range(_REPEATS):
         for _ in range(_COVER):
@@ -366,33 +377,36 @@ def kernel(hardware: Hardware) -> Figure:
 def link(hardware: Hardware, gbytes: float) -> Figure:
     """The all-to-all of all ranks: ``node_efficiency``."""
     return share(
-        "all-to-all inside the node",
-        "GB/s",
-        gbytes,
-        hardware,
-        "node_gbytes",
-        "node_efficiency",
-    )
+        "all-to-all inside the node", "GB/s", gbytes, hardware.node_gbytes,
+        hardware.node_efficiency, ("node_efficiency", "node_gbytes"),
+    )  # fmt: skip
 
 
 def share(
     name: str,
     unit: str,
     reached: float,
-    hardware: Hardware,
-    peak: str,
-    efficiency: str,
+    peak: float,
+    efficiency: float,
+    constants: tuple[str, str],
 ) -> Figure:
     """A rate against a peak and a share of it; above the peak, the peak is what is
     wrong.
     """
-    most = float(getattr(hardware, peak))
-    part = float(getattr(hardware, efficiency))
-    constant, value = efficiency, reached / most
-    if value > 1:
-        constant, value = peak, reached / part
-    value = float(f"{value:.4g}")
-    return Figure(name, unit, most * part, reached, constant=constant, value=value)
+    of_peak = reached / peak
+    constant, value = (
+        (constants[0], of_peak)
+        if of_peak <= 1
+        else (constants[1], reached / efficiency)
+    )
+    return Figure(
+        name,
+        unit,
+        peak * efficiency,
+        reached,
+        constant=constant,
+        value=float(f"{value:.4g}"),
+    )
 
 
 def plain(name: str, seconds: float, hardware: Hardware, constant: str) -> Figure:

@@ -13,9 +13,16 @@ from support.gpu.settings import Settings
 
 # Packages whose versions the report names, if they are installed.
 _PACKAGES = (
-    "transformer-engine apex emerging-optimizers dion gram-newton-schulz quack-kernels "
-    "triton numpy nvidia-nccl-cu12"
-).split()
+    "transformer-engine",
+    "apex",
+    "emerging-optimizers",
+    "dion",
+    "gram-newton-schulz",
+    "quack-kernels",
+    "triton",
+    "numpy",
+    "nvidia-nccl-cu12",
+)
 
 
 def described(settings: Settings) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,6 @@ from megatron_muon.lab.bench.step.rows import Row, rows
 from megatron_muon.lab.ranks import Task, run_ranks, threads_for
 from megatron_muon.settings.config import MuonConfig
 from support.gpu.settings import Settings
-from support.runs.cases import seeded
 from support.virtual_gpu.dry_run import ranks_of, world
 
 _TINY = "--hidden 64 --layers 2 --heads 4 --vocab 512 --seq 32"
@@ -81,4 +81,5 @@ def fill(tensor: Tensor, key: str, scale: float) -> None:
     """Fill a tensor with normal noise that follows from ``key`` alone, made on the
     CPU.
     """
-    tensor.copy_(scale * torch.randn(tensor.shape, generator=seeded(key)))
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))

@@ -23,7 +23,7 @@ from megatron_muon.lab.pricing.work import Optimizer, total
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.dry_run import Run, optimizer_of, planned_on, ranks_of
-from support.virtual_gpu.megatron import record_training
+from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import RankReport, report_of
 
 _SPAN = (
@@ -32,7 +32,7 @@ _SPAN = (
 _HALVINGS = 40
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PredictedStep:
     """The predictions of a step."""
 
@@ -80,8 +80,8 @@ def predicted(flags: Namespace, config: MuonConfig, device: Device) -> Predicted
 
 def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
     """A rank's second step, on the virtual GPU."""
-    clip = OPTIONS["clip_grad"]
-    trained = record_training(flags, ranks_of(flags), rank, config, clip_grad=clip)
+    training = OptimizerSettings(clip_grad=OPTIONS["clip_grad"])
+    trained = record_training(flags, ranks_of(flags), rank, config, training)
     return report_of(trained.recording)
 
 

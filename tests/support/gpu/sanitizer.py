@@ -1,4 +1,5 @@
-"""Torch's CUDA sanitizer over steps of Megatron's optimizer.
+"""Torch's CUDA sanitizer over steps of Megatron's optimizer, and the virtual GPU's own
+check.
 
 The sanitizer sees operations of torch. It does not see races of NCCL: the schemas of
 send and receive have no alias information, so it knows no access of theirs. The virtual
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
-from support.gpu.model import built_on_rank
+from support.gpu.model import built_on_rank, flags_of, row_of
+from support.gpu.predicted import report
 from support.gpu.settings import Settings
+from support.virtual_gpu.step import closed, virtual_gpu
 
 _STEPS = 2
 _ELEMENTS = 1 << 24
@@ -57,3 +60,14 @@ def plant(device: torch.device) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor.mul_(2.0)
     torch.cuda.synchronize()
+
+
+def on_virtual_gpu(settings: Settings) -> list[tuple[str, str]]:
+    """The same of each rank, by the virtual GPU's record of streams."""
+    flags = flags_of(settings, tiny=True)
+    config = row_of("muon-contiguous").config
+    with virtual_gpu() as gpu, torch.no_grad():
+        plant(torch.device("cuda"))
+        planted = "; ".join(str(race) for race in closed(0, gpu).races)
+    reports = [report(flags, config, rank) for rank in range(settings.ranks)]
+    return [("; ".join((*each.races, *each.early_frees)), planted) for each in reports]

@@ -14,7 +14,7 @@ DeviceName = Literal["cuda", "cpu"]
 CPU_RANKS = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What a result depends on."""
 

@@ -47,23 +47,15 @@ def compiled(capability: int) -> list[tuple[str, Any]]:
     made: list[tuple[str, Any]] = []
     without_gpu(capability)
     for words, launch in launches():
-        made += [(f"{name} {words}", kernel) for name, kernel in launched(launch)]
-    return made
-
-
-def launched(work: Callable[[], object]) -> list[tuple[str, Any]]:
-    """By name, what triton makes of the kernels that are launched meanwhile: they are
-    only compiled.
-    """
-    made: list[tuple[str, Any]] = []
-
-    def launch(self: Any, grid: Any) -> Any:
-        return lambda *args, **options: made.append(
-            (self.fn.__name__, self.warmup(*args, grid=grid, **options))
+        JITFunction.__getitem__ = lambda self, grid, words=words: (
+            lambda *args, **options: made.append(
+                (
+                    f"{self.fn.__name__} {words}",
+                    self.warmup(*args, grid=grid, **options),
+                )
+            )
         )
-
-    JITFunction.__getitem__ = launch
-    work()
+        launch()
     return made
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,30 +21,32 @@ from support.settings import OTHERS
 # 0.19.0 (as 0.18.2), and after it; what is new in each.
 _SCALE_MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
 _TP_MODES = ["blockwise", "duplicated", "distributed"]
-
-
-def _valued(default: object, choices: list[str] | None = None) -> dict[str, Any]:
-    return {"type": type(default), "default": default, "choices": choices}
-
-
 _V16: dict[str, dict[str, Any]] = {
-    "--muon-momentum": _valued(0.9),
+    "--muon-momentum": {"type": float, "default": 0.9},
     "--muon-no-split-qkv": {
         "action": "store_false",
         "default": True,
         "dest": "muon_split_qkv",
     },
     "--muon-use-nesterov": {"action": "store_true"},
-    "--muon-scale-mode": _valued("spectral", _SCALE_MODES),
-    "--muon-fp32-matmul-prec": _valued("medium", ["low", "medium", "high"]),
-    "--muon-num-ns-steps": _valued(5),
-    "--muon-tp-mode": _valued("blockwise", _TP_MODES),
-    "--muon-extra-scale-factor": _valued(1.0),
+    "--muon-scale-mode": {"type": str, "default": "spectral", "choices": _SCALE_MODES},
+    "--muon-fp32-matmul-prec": {
+        "type": str,
+        "default": "medium",
+        "choices": ["low", "medium", "high"],
+    },
+    "--muon-num-ns-steps": {"type": int, "default": 5},
+    "--muon-tp-mode": {"type": str, "default": "blockwise", "choices": _TP_MODES},
+    "--muon-extra-scale-factor": {"type": float, "default": 1.0},
 }
 _V17 = {
     **_V16,
-    "--muon-coefficient-type": _valued("quintic"),
-    "--muon-scalar-optimizer": _valued("adam", ["adam", "lion"]),
+    "--muon-coefficient-type": {"type": str, "default": "quintic"},
+    "--muon-scalar-optimizer": {
+        "type": str,
+        "default": "adam",
+        "choices": ["adam", "lion"],
+    },
 }
 _V19 = {
     **{
@@ -56,7 +59,7 @@ _V19 = {
 _LATER = {
     **_V19,
     "--muon-use-syrk": {"action": "store_true"},
-    "--muon-tp-mode": _valued("duplicated", _TP_MODES),
+    "--muon-tp-mode": {"type": str, "default": "duplicated", "choices": _TP_MODES},
 }
 DECLARED = {"0.12": {}, "0.16": _V16, "0.17": _V17, "0.19": _V19, "later": _LATER}
 OPTIMIZERS = {
@@ -67,78 +70,88 @@ OPTIMIZERS = {
 EVERY = pytest.mark.parametrize("version", DECLARED)
 WITH_MUON = pytest.mark.parametrize("version", ["0.16", "0.17", "0.19", "later"])
 # What is given, and the settings that it stands for.
-MEANINGS: dict[str, tuple[str, dict[str, object]]] = {
-    "matched-rms": ("--muon-matched-adamw-rms 0.4", {"matched_adamw_rms": 0.4}),
-    "extra-factor": ("--muon-extra-scale-factor 0.4", {"matched_adamw_rms": 0.4}),
-    "ns-steps": ("--muon-ns-steps 7", {"ns_steps": 7}),
-    "num-ns-steps": ("--muon-num-ns-steps 7", {"ns_steps": 7}),
-    "no-nesterov": ("--no-muon-nesterov", {"nesterov": False}),
-    "nesterov": ("--muon-nesterov", {"nesterov": True}),
-    "use-nesterov": ("--muon-use-nesterov", {"nesterov": True}),
-    "spectral": ("--muon-scale-mode spectral", {"scale_mode": "spectral"}),
+MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
+    "matched-rms": (["--muon-matched-adamw-rms", "0.4"], {"matched_adamw_rms": 0.4}),
+    "extra-factor": (["--muon-extra-scale-factor", "0.4"], {"matched_adamw_rms": 0.4}),
+    "ns-steps": (["--muon-ns-steps", "7"], {"ns_steps": 7}),
+    "num-ns-steps": (["--muon-num-ns-steps", "7"], {"ns_steps": 7}),
+    "no-nesterov": (["--no-muon-nesterov"], {"nesterov": False}),
+    "nesterov": (["--muon-nesterov"], {"nesterov": True}),
+    "use-nesterov": (["--muon-use-nesterov"], {"nesterov": True}),
+    "spectral": (["--muon-scale-mode", "spectral"], {"scale_mode": "spectral"}),
     "unit-rms": (
-        "--muon-scale-mode unit_rms_norm",
+        ["--muon-scale-mode", "unit_rms_norm"],
         {"scale_mode": "unit_rms_norm", "matched_adamw_rms": 1.0},
     ),
     "shape-scaling": (
-        "--muon-scale-mode shape_scaling --muon-extra-scale-factor 0.3",
+        ["--muon-scale-mode", "shape_scaling", "--muon-extra-scale-factor", "0.3"],
         {"scale_mode": "shape_scaling", "matched_adamw_rms": 0.3},
     ),
     "update-norm": (
-        "--muon-scale-mode update_norm --muon-matched-adamw-rms 0.3",
+        ["--muon-scale-mode", "update_norm", "--muon-matched-adamw-rms", "0.3"],
         {"scale_mode": "update_norm", "matched_adamw_rms": 0.3},
     ),
-    "simple": ("--muon-coefficient-type simple", {}),
-    "quintic": ("--muon-coefficient-type quintic", {"ns_coefficients": "quintic"}),
+    "simple": (["--muon-coefficient-type", "simple"], {}),
+    "quintic": (["--muon-coefficient-type", "quintic"], {"ns_coefficients": "quintic"}),
     "polar-express": (
-        "--muon-ns-coefficients polar_express --muon-coefficient-type polar_express",
+        [
+            "--muon-ns-coefficients",
+            "polar_express",
+            "--muon-coefficient-type",
+            "polar_express",
+        ],
         {"ns_coefficients": "polar_express"},
     ),
     "numbers": (
-        "--muon-ns-coefficients 3.4445,-4.775,2.0315;2,-1.5,0.5",
+        ["--muon-ns-coefficients", "3.4445,-4.775,2.0315;2,-1.5,0.5"],
         {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
     ),
-    "one triple": ("--muon-ns-coefficients 3.4445,-4.775,2.0315", {}),
+    "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
     "custom": (
-        "--muon-coefficient-type custom --muon-ns-coefficients 2,-1.5,0.5",
+        ["--muon-coefficient-type", "custom", "--muon-ns-coefficients", "2,-1.5,0.5"],
         {"ns_coefficients": ((2.0, -1.5, 0.5),)},
     ),
-    "iteration": ("--muon-ns-iteration auto", {"ns_iteration": "auto"}),
+    "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
     "symmetric-products": (
-        "--muon-symmetric-products torch",
+        ["--muon-symmetric-products", "torch"],
         {"symmetric_products": "torch"},
     ),
     "normuon": (
-        "--muon-rule normuon --muon-moment2-beta2 0.9",
+        ["--muon-rule", "normuon", "--muon-moment2-beta2", "0.9"],
         {"rule": "normuon", "moment2_beta2": 0.9},
     ),
     "normuon's eps": (
-        "--muon-rule normuon --muon-moment2-eps 1e-6",
+        ["--muon-rule", "normuon", "--muon-moment2-eps", "1e-6"],
         {"rule": "normuon", "moment2_eps": 1e-6},
     ),
-    "own rule": ("--muon-rule a.module:rule", {"rule": "a.module:rule"}),
+    "own rule": (["--muon-rule", "a.module:rule"], {"rule": "a.module:rule"}),
     "hyperball": (
-        "--muon-rule hyperball --muon-radius *.linear_fc1.*=2.5",
+        ["--muon-rule", "hyperball", "--muon-radius", "*.linear_fc1.*=2.5"],
         {"rule": "hyperball", "radii": (("*.linear_fc1.*", 2.5),)},
     ),
-    "momentum-dtype": ("--muon-momentum-dtype int8", {"momentum_dtype": "int8"}),
-    "fp16": ("--muon-ns-dtype fp16", {"ns_dtype": "fp16"}),
-    "no-split-qkv": ("--muon-no-split-qkv", {"split_qkv": False}),
-    "decay-all": ("--weight-decay-all-params", {"weight_decay_all_params": True}),
+    "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
+    "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
+    "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
+    "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
     "split": (
-        "--muon-split *.linear_qkv.*=heads --muon-split a=b=gate-up",
+        ["--muon-split", "*.linear_qkv.*=heads", "--muon-split", "a=b=gate-up"],
         {"splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))},
     ),
     "lr-mult": (
-        "--muon-lr-mult embedding.*=0.5 --muon-lr-mult a=b=2e-1",
+        ["--muon-lr-mult", "embedding.*=0.5", "--muon-lr-mult", "a=b=2e-1"],
         {"lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
     ),
     "wd-mult": (
-        "--muon-wd-mult *.router.*=0",
+        ["--muon-wd-mult", "*.router.*=0"],
         {"wd_mults": (("*.router.*", 0.0),)},
     ),
     "for": (
-        "--muon-for *.linear_fc2.*:ns_coefficients=2,-1.5,.5,lr=3e-4 --muon-for *.linear_qkv.weight[v]:ns_steps=8",
+        [
+            "--muon-for",
+            "*.linear_fc2.*:ns_coefficients=2,-1.5,.5,lr=3e-4",
+            "--muon-for",
+            "*.linear_qkv.weight[v]:ns_steps=8",
+        ],
         {
             "by_pattern": {
                 "*.linear_fc2.*": {"lr": 3e-4, "ns_coefficients": (2, -1.5, 0.5)},
@@ -147,49 +160,49 @@ MEANINGS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "clip-alpha": (
-        "--muon-qk-clip-alpha 0.3 --muon-qk-clip 30",
+        ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
         {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
     ),
     "block-lr": (
-        "--muon-block-lr-mult 0.5 --muon-full-period 5",
+        ["--muon-block-lr-mult", "0.5", "--muon-full-period", "5"],
         {"block_lr_mult": 0.5, "full_period": 5},
     ),
     "decays": (
-        "--muon-cautious-decay --muon-independent-decay",
+        ["--muon-cautious-decay", "--muon-independent-decay"],
         {"cautious_decay": True, "independent_decay": True},
     ),
     "momentum-warmup": (
-        "--muon-momentum-start 0.5 --muon-momentum-warmup 300",
+        ["--muon-momentum-start", "0.5", "--muon-momentum-warmup", "300"],
         {"momentum_start": 0.5, "momentum_warmup": 300},
     ),
     "include": (
-        "--muon-include a.* --muon-include b",
+        ["--muon-include", "a.*", "--muon-include", "b"],
         {"muon_include": ("a.*", "b")},
     ),
     "exclude": (
-        "--muon-exclude *.router.weight",
+        ["--muon-exclude", "*.router.weight"],
         {"muon_exclude": ("*.router.weight",)},
     ),
     "split-matrices auto": (
-        "--muon-split-matrices auto",
+        ["--muon-split-matrices", "auto"],
         {"split_matrices": "auto"},
     ),
-    "split-matrices off": ("--muon-split-matrices off", {"split_matrices": "off"}),
-    "layout": ("--muon-dp-layout bucketed", {}),
-    "rounds": ("--muon-round-mib 64", {"round_bytes": 64 << 20}),
-    "auto-dtype": ("--muon-ns-dtype auto", {"ns_dtype": None}),
-    "no-digest": ("--no-muon-checkpoint-digest", {"checkpoint_digest": False}),
-    "log-interval": ("--muon-log-interval 100", {"log_interval": 100}),
-    "from-adamw": ("--muon-from-adamw momentum", {}),
-    "backend": ("--muon-backend plugin", {}),
-    "cpu": ("--muon-cpu", {}),
+    "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),
+    "layout": (["--muon-dp-layout", "bucketed"], {}),
+    "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
+    "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
+    "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
+    "log-interval": (["--muon-log-interval", "100"], {"log_interval": 100}),
+    "from-adamw": (["--muon-from-adamw", "momentum"], {}),
+    "backend": (["--muon-backend", "plugin"], {}),
+    "cpu": (["--muon-cpu"], {}),
     "twice the same": (
-        "--muon-ns-steps 7 --muon-num-ns-steps 7",
+        ["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"],
         {"ns_steps": 7},
     ),
 }
 MEANINGS |= {
-    name: (f"{ROWS[name].flags[0].option} {OTHERS[name]}", {name: OTHERS[name]})
+    name: ([ROWS[name].flags[0].option, str(OTHERS[name])], {name: OTHERS[name]})
     for name in (
         "momentum",
         "preset",
@@ -218,10 +231,9 @@ def parser_of(version: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
 
 
 def parsed(version: str, *given: str) -> Namespace:
-    """What one or several texts of words mean."""
     parser = parser_of(version)
     add_flags(parser)
-    return parser.parse_args(" ".join(given).split())
+    return parser.parse_args(given)
 
 
 def config_of(version: str, *given: str) -> MuonConfig:

@@ -53,14 +53,29 @@ def saver(file: str) -> None:
     )
     converter = MegatronCheckpointSaverBase(tool, None)
     converter.md = Namespace(checkpoint_args=args)
-    line = (
-        f"script.py --num-layers {args.num_layers} --hidden-size {args.hidden_size} "
-        f"--num-attention-heads {args.num_attention_heads} "
-        f"--seq-length {args.seq_length} --max-position-embeddings 32 "
-        "--micro-batch-size 1 --bf16 --save nowhere --save-interval 1 "
-        "--tokenizer-type NullTokenizer --no-save-optim"
-    )
-    converter.build_sys_argv = line.split
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    line = [
+        word
+        for name in sizes
+        for word in (f"--{name.replace('_', '-')}", getattr(args, name))
+    ]
+    line += [
+        "--max-position-embeddings",
+        32,
+        "--micro-batch-size",
+        1,
+        "--bf16",
+        "--save",
+        "nowhere",
+    ]
+    line += [
+        "--save-interval",
+        1,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--no-save-optim",
+    ]
+    converter.build_sys_argv = lambda: ["script.py", *map(str, line)]
     converter.parse_megatron_args()
     print("VALIDATED", converter.margs.optimizer)
 

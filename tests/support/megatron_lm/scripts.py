@@ -45,7 +45,6 @@ CPU_ALONE = (
     "megatron_muon.cpu.training as training; training.enable(); sys.argv = "
     "sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # Where a script finds Megatron without the launcher; last what a fork imports.
 MORE = [*filter(None, [os.environ.get("PYTHONPATH")])]
 PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, ROOT, PYTHON311, *MORE)))}
@@ -118,9 +117,13 @@ def pretrain_command(
     script: Path | None = None,
     model: str = MODEL,
 ) -> list[str]:
-    path = str(script or CHECKOUT / "pretrain_gpt.py")
-    command = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "megatron_muon", path]
-    return [*command, *words(model, data, RUN, *options)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
+    return [
+        *command,
+        str(script or CHECKOUT / "pretrain_gpt.py"),
+        *words(model, data, RUN, *options),
+    ]
 
 
 def without_plugin(
@@ -129,8 +132,14 @@ def without_plugin(
     """``pretrain_gpt.py`` with the CPU runtime, but without the launcher and the
     plugin.
     """
-    command = [*TORCHRUN, f"--nproc-per-node={processes}", "--no-python"]
-    command += [sys.executable, "-c", CPU_ALONE]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [
+        f"--nproc-per-node={processes}",
+        "--no-python",
+        sys.executable,
+        "-c",
+        CPU_ALONE,
+    ]
     command += [str(CHECKOUT / "pretrain_gpt.py"), *words(model, MOCK, RUN, *options)]
     return done(command, fails, **{**PATHS, **more})
 

@@ -7,6 +7,7 @@ is written here from the paper. Their results are to be the same bits.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 
 from support.installed import installed
 from support.models.gpt import Built, held, start, take_step
-from support.runs.cases import Case, Topology, seeded
+from support.runs.cases import Case, Topology
 
 Tensor = torch.Tensor
 BELOW = 0.25  # of the largest logit, on all data-parallel ranks but one
@@ -24,7 +25,8 @@ BELOW = 0.25  # of the largest logit, on all data-parallel ranks but one
 
 def largest_logits(case: Case, layer: int, step: int) -> Tensor:
     """(heads,) in fp32: some above 100, one far above, the others below."""
-    return 20.0 + 400.0 * torch.rand(case.heads, generator=seeded(layer, step)) ** 2
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((layer, step)).encode()))
+    return 20.0 + 400.0 * torch.rand(case.heads, generator=generator) ** 2
 
 
 def attentions(built: Built) -> Iterator[Any]:
@@ -69,13 +71,20 @@ def clipped(
         built = start(case, topology)
         for step in range(case.steps):
             largest = set_logits(built, step, dtype)
-            clip = partial(_loops_clip, built, largest)
-            take_step(built, step, clip if case.qk_clip else lambda: None)
+            take_step(
+                built,
+                step,
+                partial(_loops_clip, built, largest) if case.qk_clip else _no,
+            )
             assert all(
                 a.core_attention.current_max_attn_logits is None
                 for a in attentions(built)
             )
         return held(built)
+
+
+def _no() -> None:
+    pass
 
 
 def _loops_clip(built: Built, largest: float) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig, numbers
-from support.installed import installed, require
+from support.installed import installed, lacks
 from support.models.gpt_model import (
     UNUSED,
     Place,
@@ -39,7 +39,7 @@ from support.models.gpt_optimizer import (  # noqa: F401 for those who import fr
     make_optimizer,
     optimizer_config,
 )
-from support.ranks import error_of, run_on
+from support.ranks import error_of, run
 from support.runs.cases import (  # noqa: F401 as well
     FFN,
     GROUPS,
@@ -94,14 +94,32 @@ class Built:
         return self.place.pp_rank
 
     @property
+    def dp_rank(self) -> int:
+        return self.place.dp_rank
+
+    @property
+    def parts(self) -> list[Any]:
+        """Its DistributedOptimizers, the experts' too."""
+        return distributed_optimizers(self.optimizer)
+
+    @property
+    def part(self) -> Any:
+        (only,) = self.parts
+        return only
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters of all inner optimizers."""
+        return [
+            group
+            for inner in inner_optimizers(self.optimizer)
+            for group in inner.param_groups
+        ]
+
+    @property
     def groups(self) -> list[Any]:
         """Megatron's bucket groups, the experts' too."""
         return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The name of each parameter by its id."""
-        return {id(param): name for name, param in self.params.items()}
 
     def buffers(self) -> Iterator[Any]:
         """Megatron's grad buffers, the experts' too; each is sharded over a group of
@@ -132,7 +150,7 @@ def build(case: Case, topology: Topology) -> Built:
     model_parallel_cuda_manual_seed(case.seed)
     config = transformer_config(case, topology)
     built = Built(case, topology, this_place(), [], {}, {})
-    stages = range(topology.vpp) if topology.vpp else [None]
+    stages = range(topology.chunks) if topology.chunks > 1 else [None]
     models = [gpt(case, config, vp_stage) for vp_stage in stages]
     for model in models:
         names = global_names(model, built.place, topology)
@@ -204,12 +222,11 @@ def each_chunk(change: Callable[[Any], object]) -> Iterator[None]:
 
 def set_schedule(built: Built, step: int) -> None:
     """What OptimizerParamScheduler does before a step, with the decay of ``lr_at``."""
-    for inner in inner_optimizers(built.optimizer):
-        for group in inner.param_groups:
-            group["lr"] = group["max_lr"] * group["lr_mult"] * (1 - 0.03 * step)
-            decay = group.get("end_wd")
-            decay = built.case.weight_decay if decay is None else decay
-            group["weight_decay"] = decay * group["wd_mult"]
+    for group in built.param_groups:
+        group["lr"] = group["max_lr"] * group["lr_mult"] * (1 - 0.03 * step)
+        decay = group.get("end_wd")
+        decay = built.case.weight_decay if decay is None else decay
+        group["weight_decay"] = decay * group["wd_mult"]
 
 
 @torch.no_grad()
@@ -264,19 +281,13 @@ def take_step(
     built.optimizer.zero_grad()
 
 
-def take_steps(built: Built, steps: range) -> None:
-    """Take these steps, one after the other."""
-    for step in steps:
-        take_step(built, step)
-
-
 def _gather_through_gradients(built: Built) -> None:
     """As Megatron-LM's loop and its forward pass do with
     ``reuse_grad_buf_for_mxfp8_param_ag``.
     """
     for chunk in built.chunks:
         chunk.zero_grad_buffer()
-    for part in distributed_optimizers(built.optimizer):
+    for part in built.parts:
         part._copy_main_params_to_param_buffer()
     for chunk in built.chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -295,11 +306,21 @@ def start(case: Case, topology: Topology, *, plugin: bool = False) -> Built:
     return built
 
 
-def stepped(case: Case, topology: Topology) -> Built:
-    """A run that has taken the case's steps."""
+def take_steps(built: Built, steps: Iterable[int]) -> None:
+    for step in steps:
+        take_step(built, step)
+
+
+def stepped(case: Case, topology: Topology, steps: int | None = None) -> Built:
+    """A run that has taken so many steps, or the case's."""
     built = start(case, topology)
-    take_steps(built, range(case.steps))
+    take_steps(built, range(case.steps if steps is None else steps))
     return built
+
+
+def error_of_start(case: Case, topology: Topology) -> str:
+    """What starting a run raises, as text."""
+    return error_of(lambda: start(case, topology))
 
 
 def error_of_optimizer(built: Built, **settings: Any) -> str:
@@ -332,9 +353,9 @@ def train(
 
 def held(built: Built) -> dict[str, Any]:
     """Everything this rank holds, as numpy: whole parameters and the shards it owns."""
-    names = built.names
+    names = {id(param): name for name, param in built.params.items()}
     result: dict[str, Any] = {
-        "stage": built.pp_rank,
+        "rank": (built.tp_rank, built.pp_rank, built.dp_rank),
         "pieces": built.pieces,
         "buckets": [len(buffer.buckets) for buffer in built.buffers()],
         "log": built.log,
@@ -346,9 +367,9 @@ def held(built: Built) -> dict[str, Any]:
             for param in buffer.param_index_map
         },
         "shards": {},
-        "optimizers": len(distributed_optimizers(built.optimizer)),
+        "optimizers": len(built.parts),
     }
-    for dist in distributed_optimizers(built.optimizer):
+    for dist in built.parts:
         for param, shard in _owned(dist):
             at = dist._get_model_param_range_map(param)["param"]
             assert shard.numel() == at.end - at.start
@@ -432,13 +453,27 @@ def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
 # --- from the test's process ----------------------------------------------------------
 
 
+def on_ranks(
+    fn: Callable[..., Any],
+    case: Case,
+    topology: Topology,
+    *args: Any,
+    timeout: float | None = None,
+) -> list[Any]:
+    """What ``fn(case, topology, *args)`` returns on each rank of the topology."""
+    size = topology.world_size
+    limit = max(120.0, 15.0 * size) if timeout is None else timeout
+    return run(fn, size, case, topology, *args, timeout=limit)
+
+
 def trained(
     case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
 ) -> Whole:
     """Run ``train`` on real ranks and put the results together."""
-    require(case, topology)
-    limit = max(120.0, 15.0 * topology.world_size)
-    return whole(run_on(train, case, topology, mutation, timeout=limit))
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    return whole(on_ranks(train, case, topology, mutation))
 
 
 @cache
@@ -456,15 +491,15 @@ def check(case: Case, topology: Topology) -> Whole:
     return result
 
 
-def runs_of(table: dict[str, tuple[Case, list[Topology], list[Topology]]]) -> list[Any]:
+def runs_of(table: dict[str, tuple[Any, ...]]) -> list[Any]:
     """Parameters ``(case, topology)``: of each name a case, its topologies, and those
-    that are slow.
+    that are slow, if any.
     """
     return [
         pytest.param(
             case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow
         )
-        for name, (case, fast, slow) in table.items()
-        for is_slow, topologies in enumerate((fast, slow))
+        for name, (case, *lists) in table.items()
+        for is_slow, topologies in enumerate(lists)
         for topology in topologies
     ]

@@ -64,6 +64,7 @@ class Place:
 
     tp_rank: int
     pp_rank: int
+    dp_rank: int
     etp_rank: int
     ep_rank: int
 
@@ -74,6 +75,7 @@ def this_place() -> Place:
     return Place(
         tp_rank=ps.get_tensor_model_parallel_rank(),
         pp_rank=ps.get_pipeline_model_parallel_rank(),
+        dp_rank=ps.get_data_parallel_rank(),
         etp_rank=ps.get_expert_tensor_parallel_rank(),
         ep_rank=ps.get_expert_model_parallel_rank(),
     )
@@ -89,7 +91,9 @@ def initialize_parallel_state(topology: Topology) -> None:
     ps.initialize_model_parallel(
         topology.tp,
         topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp,
+        virtual_pipeline_model_parallel_size=topology.chunks
+        if topology.chunks > 1
+        else None,
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         num_distributed_optimizer_instances=topology.instances,
@@ -121,7 +125,9 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         else torch.nn.functional.gelu,
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
-        "virtual_pipeline_model_parallel_size": topology.vpp,
+        "virtual_pipeline_model_parallel_size": topology.chunks
+        if topology.chunks > 1
+        else None,
         "num_layers_in_first_pipeline_stage": topology.first_layers,
         "context_parallel_size": topology.cp,
         "sequence_parallel": topology.sequence_parallel,
@@ -194,30 +200,30 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     own, else the local ones, with stand-ins for Transformer Engine's where the case has
     them.
     """
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
 
-    is_te = takes_te(case)
+    if takes_te(case):
+        return _te_spec(case, config, chunk)
     if case.mixer == "delta":
-        plain = specs.get_gpt_layer_local_spec()
+        plain = get_gpt_layer_local_spec()
         plain.submodules.self_attention = gated_delta_spec(config)
         return plain
     if case.dense_layers:
-        return specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=is_te, **chunk
-        )
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
     options = {
         "num_experts": EXPERTS if case.moe else None,
-        "moe_grouped_gemm": case.grouped == ("te" if is_te else "legacy"),
+        "moe_grouped_gemm": case.grouped == "legacy",
         "multi_latent_attention": bool(case.mla),
         "qk_layernorm": bool(case.mla),
     }
-    if is_te:
-        return _te_spec(case, options)
     if case.grouped == "legacy":
         options["moe_use_legacy_grouped_gemm"] = True
     if case.rms_norm:
         options["normalization"] = "RMSNorm"
-    spec = specs.get_gpt_layer_local_spec(**options)
+    spec = get_gpt_layer_local_spec(**options)
     if case.mla == "duplicated":
         from support.models import te_standin
 
@@ -241,12 +247,21 @@ def takes_te(case: Case) -> bool:
     )
 
 
-def _te_spec(case: Case, options: dict[str, Any]) -> Any:
+def _te_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     """As a run with ``--transformer-impl transformer_engine`` takes it."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    layer = specs.get_gpt_layer_with_transformer_engine_spec(**options)
+    if case.dense_layers:
+        return specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, **chunk
+        )
+    layer = specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=EXPERTS if case.moe else None,
+        moe_grouped_gemm=case.grouped == "te",
+        multi_latent_attention=bool(case.mla),
+        qk_layernorm=bool(case.mla),
+    )
     if not case.te_attention:
         layer.submodules.self_attention.submodules.core_attention = DotProductAttention
     return layer

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_muon.lab.dry_run.stand_ins import _Anything
 from megatron_muon.runtime.patches import replaced
 
 _SSM = "megatron.core.ssm."
@@ -113,9 +113,8 @@ def _standing_in(error: ImportError) -> Iterator[None]:
         cause = cause.__context__
     if not names or names[0] in sys.modules:
         raise error
-    modules: dict[str, Any] = {each: _Anything(each) for each in names}
+    modules = {each: _Anything(each) for each in names}
     for each, module in modules.items():
-        module.__path__ = []
         parent, _, child = each.rpartition(".")
         if parent in modules:
             setattr(modules[parent], child, module)
@@ -144,6 +143,31 @@ class _GatedNorm(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets
         )
+
+
+class _AnyModule(torch.nn.Module):
+    """A class made of anything, also of a function that it decorates, with options or
+    without.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self
+
+
+class _Anything(types.ModuleType):
+    """A package that has every name; each is an empty class."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_AnyModule,), {})
 
 
 def build_mamba(pattern: dict[str, str], config: Any, **options: Any) -> Any:

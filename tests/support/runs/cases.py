@@ -7,7 +7,7 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -68,11 +68,6 @@ class Topology:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
-
-    @property
-    def vpp(self) -> int | None:
-        """Megatron's number of chunks."""
-        return self.chunks if self.chunks > 1 else None
 
     @property
     def expert_tp(self) -> int:
@@ -185,12 +180,27 @@ class Case:
         """Those that ``muon`` says."""
         return MuonConfig(**dict(self.muon))
 
-    def with_muon(self, **settings: Any) -> Case:
-        """The case with these of Muon's settings, too."""
-        return replace(self, muon=(*self.muon, *settings.items()))
-
     def overflows(self, step: int) -> bool:
         return any(at == step for at, _ in self.overflow)
+
+    def with_muon(self, **settings: Any) -> Case:
+        """The case with these settings of Muon, too; a later value counts."""
+        return replace(self, muon=tuple({**dict(self.muon), **settings}.items()))
+
+    def with_narrow(self, **settings: Any) -> Case:
+        """The same of ``narrow``."""
+        narrow = {**dict(self.narrow or ()), **settings}
+        return replace(self, narrow=tuple(narrow.items()))
+
+    def __str__(self) -> str:
+        """What is not as in ``Case()``."""
+        said = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default:
+                said[each.name] = value
+        said |= dict(said.pop("muon", ()))
+        return "-".join(f"{name}={value}" for name, value in said.items()) or "plain"
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -258,13 +268,9 @@ def _layer_matrices(case: Case, moe: bool) -> Iterator[str]:
 # --- whole tensors, the same in every topology ----------------------------------------
 
 
-def seeded(*key: object) -> torch.Generator:
-    """A generator of numbers that follow from a key alone."""
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-
-
 def _normal(shape: tuple[int, ...], *key: object) -> Tensor:
-    return torch.randn(shape, generator=seeded(*key))
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.randn(shape, generator=generator)
 
 
 def whole_weight(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:

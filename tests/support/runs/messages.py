@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,12 +19,6 @@ from megatron_muon.runtime import collectives
 MOST_MS = 20  # that a rank is delayed by, before each of its exchanges
 
 
-def _delays() -> Callable[[], None]:
-    """Sleeps for a random time, another on each rank."""
-    random_of_rank = random.Random(dist.get_rank())
-    return lambda: time.sleep(random_of_rank.uniform(0, MOST_MS) / 1000)
-
-
 @contextmanager
 def late() -> Iterator[None]:
     """Within it a message is sent and received at its wait, no earlier, after a random
@@ -34,7 +26,7 @@ def late() -> Iterator[None]:
 
     Until then the receiver's buffer holds NaN, and what is sent may still change.
     """
-    delay = _delays()
+    delays = random.Random(dist.get_rank())
     start = collectives._start_messages
 
     def start_late(
@@ -44,12 +36,12 @@ def late() -> Iterator[None]:
 
         def messages() -> None:
             arriving = torch.empty_like(received)
-            delay()
+            time.sleep(delays.uniform(0, MOST_MS) / 1000)
             for work in start(sent, arriving, route):
                 work.wait()
             received.copy_(arriving)
 
-        return [SimpleNamespace(wait=messages)]
+        return [_Work(messages)]
 
     with mock.patch.object(collectives, "_start_messages", start_late):
         yield
@@ -60,13 +52,13 @@ def early() -> Iterator[None]:
     """Within it a message has come when its start returns, and what was sent holds NaN
     then.
     """
-    delay = _delays()
+    delays = random.Random(dist.get_rank())
     start = collectives._start_messages
 
     def start_early(
         sent: torch.Tensor, received: torch.Tensor, route: Any
     ) -> Sequence[Any]:
-        delay()
+        time.sleep(delays.uniform(0, MOST_MS) / 1000)
         for work in start(sent, received, route):
             work.wait()
         sent.fill_(torch.nan)
@@ -83,24 +75,27 @@ def late_gathers() -> Iterator[None]:
 
     Until then what others send is NaN here, and all of it must keep its memory.
     """
-    delay = _delays()
+    delays = random.Random(dist.get_rank())
     start = collectives.start_broadcasts
 
     def start_late(
         name: str, tensors: Sequence[Sequence[torch.Tensor]], group: Any
     ) -> Any:
-        for parts in tensors:
-            for rank, part in enumerate(parts):
-                if rank != group.rank():
-                    part.fill_(torch.nan)
+        for part in (
+            part
+            for parts in tensors
+            for i, part in enumerate(parts)
+            if i != group.rank()
+        ):
+            part.fill_(torch.nan)
 
         def gather() -> None:
-            delay()
-            for part in itertools.chain(*tensors):
+            time.sleep(delays.uniform(0, MOST_MS) / 1000)
+            for part in (part for parts in tensors for part in parts):
                 assert part.untyped_storage().size(), "memory under way was given back"
             start(name, tensors, group).wait()
 
-        return SimpleNamespace(wait=gather)
+        return _Work(gather)
 
     with mock.patch.object(collectives, "start_broadcasts", start_late):
         yield
@@ -133,3 +128,14 @@ def sent_is_used_again() -> Iterator[None]:
 
     with late(), mock.patch.object(collectives, "start_messages", start_and_write):
         yield
+
+
+class _Work:
+    """A ``dist.Work`` that does all at its wait."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def wait(self) -> bool:
+        self._act()
+        return True

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
 
 @contextmanager
-def _planned_by(change: Callable[..., Any]) -> Iterator[None]:
-    """Within it plans are made by ``change(make_plan, parameters, grid, …)``."""
+def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
+    """Within it the package's plans are ``change(plan, parameters, grid)``."""
     from megatron_muon.planning import plan
 
-    with mock.patch.object(plan, "make_plan", partial(change, plan.make_plan)):
+    original = plan.make_plan
+
+    def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
+        return change(original(parameters, grid, *more), parameters, grid)
+
+    with mock.patch.object(plan, "make_plan", make_plan):
         yield
 
 
@@ -29,13 +33,16 @@ def _with_segments(plan: Any, segments: list[Any]) -> Any:
     return changed
 
 
+def _is_of_experts(parameters: Any) -> bool:
+    return any(".experts." in parameter.name for parameter in parameters)
+
+
 def wrong_piece() -> AbstractContextManager[None]:
     """Two pieces of one parameter, equally long, on one rank, go to each other's place:
     the plan still covers every element once, and its own check accepts it.
     """
 
-    def change(make_plan: Any, *of: Any) -> Any:
-        plan = make_plan(*of)
+    def change(plan: Any, parameters: Any, grid: Any) -> Any:
         segments = list(plan.slices)
         for a, one in enumerate(segments):
             for b in range(a + 1, len(segments)):
@@ -47,17 +54,22 @@ def wrong_piece() -> AbstractContextManager[None]:
                     return _with_segments(plan, segments)
         raise AssertionError("the plan has no two pieces to swap")
 
-    return _planned_by(change)
+    return _changed_plan(change)
 
 
-def swapped_tp_order() -> AbstractContextManager[None]:
+@contextmanager
+def swapped_tp_order() -> Iterator[None]:
     """Every rank takes its TP slice for the other TP rank's."""
+    from megatron_muon.planning import plan
 
-    def change(make_plan: Any, parameters: Any, grid: Any, *more: Any) -> Any:
+    original = plan.make_plan
+
+    def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
         ranks = tuple(plane[::-1] for plane in grid.ranks)
-        return make_plan(parameters, replace(grid, ranks=ranks), *more)
+        return original(parameters, replace(grid, ranks=ranks), *more)
 
-    return _planned_by(change)
+    with mock.patch.object(plan, "make_plan", make_plan):
+        yield
 
 
 def swapped_ep_ranks() -> AbstractContextManager[None]:
@@ -66,9 +78,8 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
     not.
     """
 
-    def change(make_plan: Any, parameters: Any, grid: Any, *more: Any) -> Any:
-        plan = make_plan(parameters, grid, *more)
-        if not any(".experts." in parameter.name for parameter in parameters):
+    def change(plan: Any, parameters: Any, grid: Any) -> Any:
+        if not _is_of_experts(parameters):
             return plan
         (first, *others), *_ = grid.of_ep(0)
         second = grid.of_ep(1)[0][0]
@@ -87,7 +98,7 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
             segments[index] = replace(segments[index], matrix=other.matrix)
         return _with_segments(plan, segments)
 
-    return _planned_by(change)
+    return _changed_plan(change)
 
 
 @contextmanager

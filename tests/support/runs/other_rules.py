@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,12 +73,11 @@ class CentredRound(RoundRule):
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
-        rates: list[Any] = []
-        for each, (_, sizes) in zip(shards, self._table.parameters, strict=True):
-            rates += [each.lr] * len(sizes)
+        rates = [each.lr for each, (_, sizes) in self._by_shard(shards) for _ in sizes]
         for weight, result, lr in zip(slices, results, rates, strict=True):
             weight.sub_(result.float(), alpha=lr)
-        self._put(shards, params)
+        for each, param in zip(shards, params, strict=True):
+            each.put(MAIN_KEY, param)
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
         squares = self._squares([each.grad for each in shards])
@@ -93,7 +92,8 @@ class CentredRound(RoundRule):
             cut_into_slices(params, self._table), sums, strict=True
         ):
             weight.div_(square.sqrt())
-        self._put(shards, params)
+        for each, param in zip(shards, params, strict=True):
+            each.put(MAIN_KEY, param)
 
     def _squares(self, wholes: Sequence[Tensor]) -> Tensor:
         squares = [
@@ -102,6 +102,5 @@ class CentredRound(RoundRule):
         ]
         return torch.stack(squares).float() if squares else torch.zeros(0)
 
-    def _put(self, shards: Sequence[Shard], params: Sequence[Tensor]) -> None:
-        for each, param in zip(shards, params, strict=True):
-            each.put(MAIN_KEY, param)
+    def _by_shard(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Any]]:
+        return zip(shards, self._table.parameters, strict=True)

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from support.installed import require
-from support.models.gpt import start, train
-from support.ranks import run_on
+import pytest
+
+from support.installed import lacks
+from support.models.gpt import on_ranks, start, train
 from support.runs.cases import Case, Topology
 from support.runs.whole import Whole, whole
 
@@ -40,8 +41,10 @@ def logged(case: Case, topology: Topology) -> tuple[Whole, list[Rows]]:
     """What a run that logs each step holds at its end, and the numbers of its steps,
     the same on all ranks.
     """
-    require(case, topology)
-    ranks = run_on(train, watched(case), topology)
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    ranks = on_ranks(train, watched(case), topology)
     numbers = ranks[0]["log"]["numbers"]
     assert all(rank["log"]["numbers"] == numbers for rank in ranks)
     return whole(ranks), [by_row(step) for step in numbers]
@@ -51,7 +54,7 @@ def promised(case: Case, topology: Topology) -> dict[str, float]:
     """Root mean squares of rows' updates, per unit of lr, if directions are
     orthogonal.
     """
-    about: Any = run_on(_about, watched(case), topology)[0]
+    about: Any = on_ranks(_about, watched(case), topology)[0]
     return {
         row: said["promised_rms"]
         for row, said in about.items()

@@ -6,6 +6,7 @@ Needs torch only: it runs in the test's process, which imports no Megatron.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ def _sections(tensor: Tensor, one: Cut) -> tuple[Tensor, ...]:
     return tensor.split([size * rows // total for size in one.sections], one.dim)
 
 
-def whole(results: list[dict[str, Any]]) -> Whole:
+def whole(results: Sequence[dict[str, Any]]) -> Whole:
     """Put the ranks' results together, in TP 1, EP 1 coordinates.
 
     Shards that overlap or leave a hole, parts that are missing, and replicas (over DP
@@ -170,6 +171,11 @@ def _joined_shards(name: str, shards: list[Any], numel: int) -> dict[str, Tensor
         kind: torch.cat([torch.from_numpy(arrays[kind]) for _, _, arrays in shards])
         for kind in shards[0][2]
     }
+
+
+def of_optimizer(held: Whole) -> Whole:
+    """All but the model's own weights."""
+    return {kind: tensors for kind, tensors in held.items() if kind != "params"}
 
 
 def differences(one: Whole, other: Whole) -> list[str]:

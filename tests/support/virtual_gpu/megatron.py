@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,25 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Patches, replaced
 from megatron_muon.settings.config import MuonConfig
 from support.installed import installed
-from support.models.gpt_optimizer import distributed_optimizers
 from support.virtual_gpu.device.fused import fused_kernels
 from support.virtual_gpu.device.gpu import Gpu
 from support.virtual_gpu.device.tensors import CUDA, VirtualTensor
 from support.virtual_gpu.dry_run import Ranks, build_chunks, transformer_config, world
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.step import closed, virtual_gpu
-from support.virtual_gpu.trace import StepStart
+from support.virtual_gpu.trace import IterationStart, StepStart
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """Settings of Megatron's optimizer that matter here."""
+
+    optimizer: Literal["muon", "adam"] = "muon"  # ``adam`` is Megatron untouched
+    clip_grad: float = 1.0  # the gradients' norm above which they are scaled; 0: never
+    steps: int = 2  # training steps; counts are of the last one
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedTraining:
     """A rank after its training steps."""
 
@@ -54,14 +62,13 @@ def record_training(
     ranks: Ranks,
     rank: int,
     config: MuonConfig,
+    training: OptimizerSettings,
     *,
     leaves_buckets: bool = False,
-    **optimizer_settings: Any,
 ) -> RecordedTraining:
-    """Two training steps of the model by a rank; counts are of the last one.
+    """A rank's training steps of the model; counts are of the last one.
 
-    ``optimizer_settings`` are some of OptimizerConfig's; ``optimizer="adam"`` is Megatron
-    untouched. Muon is installed before the chunks are built, since it can lay out their buckets,
+    Muon is installed before the chunks are built, since it can lay out their buckets,
     and only for that time. The counted step begins where ``optimizer.step()`` does;
     what comes before is in the races.
     """
@@ -73,11 +80,11 @@ def record_training(
     ):
         set_host(Chooser(leaves_buckets=leaves_buckets))
         try:
-            chunks, optimizer = _built(flags, ranks, config, **optimizer_settings)
+            chunks, optimizer = _built(flags, ranks, config, training)
         finally:
             set_host(NO_HOST)
-        for first in (True, False):
-            _train(gpu, flags, chunks, optimizer, first=first)
+        for step in range(training.steps):
+            _train(gpu, flags, chunks, optimizer, first=step == 0)
         return RecordedTraining(
             closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer)
         )
@@ -103,7 +110,7 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
 
 
 def _built(
-    flags: Namespace, ranks: Ranks, config: MuonConfig, **optimizer_settings: Any
+    flags: Namespace, ranks: Ranks, config: MuonConfig, training: OptimizerSettings
 ) -> tuple[list[Any], Any]:
     from megatron.core import optimizer as megatron_optimizer
 
@@ -116,25 +123,21 @@ def _built(
         chunks = build_chunks(flags, transformer)
     with _others_agree(ranks, config), contextlib.redirect_stdout(io.StringIO()):
         optimizer = megatron_optimizer.get_megatron_optimizer(
-            _optimizer_config(flags, **optimizer_settings),
-            chunks,
-            use_gloo_process_groups=False,
+            _optimizer_config(flags, training), chunks, use_gloo_process_groups=False
         )
     return chunks, optimizer
 
 
-def _optimizer_config(
-    flags: Namespace, *, optimizer: str = "muon", clip_grad: float = 1.0
-) -> Any:
+def _optimizer_config(flags: Namespace, training: OptimizerSettings) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     settings = OptimizerConfig(
-        optimizer=optimizer,
+        optimizer=training.optimizer,
         lr=1e-3,
         bf16=flags.bf16,
         fp16=flags.fp16,
         use_distributed_optimizer=True,
-        clip_grad=clip_grad,
+        clip_grad=training.clip_grad,
         weight_decay=0.1,
     )
     if hasattr(settings, "overlap_param_gather"):
@@ -186,6 +189,7 @@ def _train(
     gpu: Gpu, flags: Namespace, chunks: Sequence[Any], optimizer: Any, *, first: bool
 ) -> None:
     trace = gpu.trace
+    trace.events.append(IterationStart())
     with trace.named("zero"):
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -215,8 +219,14 @@ def _go_backward(gpu: Gpu, chunk: Any, *, overlap: bool) -> None:
 
 
 def _plans(optimizer: Any) -> tuple[ExchangePlan, ...]:
-    muons = [getattr(part, "muon", None) for part in distributed_optimizers(optimizer)]
+    muons = [getattr(part, "muon", None) for part in _parts(optimizer)]
     return tuple(muon.plan for muon in muons if muon is not None)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron's DistributedOptimizers that have something to step."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in every if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _held(chunks: Sequence[Any], optimizer: Any) -> dict[int, str]:
@@ -232,7 +242,7 @@ def _held(chunks: Sequence[Any], optimizer: Any) -> dict[int, str]:
             name(param, "parameters")
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             name(buffer.grad_data, "gradients")
-    for part in distributed_optimizers(optimizer):
+    for part in _parts(optimizer):
         muon = getattr(part, "muon", None)
         for group in part.optimizer.param_groups:
             for param in group["params"]:

@@ -7,7 +7,6 @@ of it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
-from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.sharing.strips import SharedMessages
 from megatron_muon.settings.config import MuonConfig
@@ -25,10 +24,12 @@ from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
 
 
-def planned_messages(plans: Sequence[ExchangePlan], config: MuonConfig) -> Sizes:
+def planned_messages(
+    plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
+) -> Sizes:
     """Every message of a step, by sender and receiver."""
     sizes: Sizes = defaultdict(list)
-    numerics = Numerics(config, "cuda")
+    numerics = Numerics(config, device)
     travels, directions = TORCH_DTYPE[numerics.travels], TORCH_DTYPE[numerics.dtype]
     squares = TORCH_DTYPE[numerics.held]
     dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
@@ -135,9 +136,28 @@ def _said(
     seen: Sequence[tuple[torch.dtype, int]],
     wanted: Sequence[tuple[torch.dtype, int]],
 ) -> str:
-    both = enumerate(itertools.zip_longest(seen, wanted))
-    at, (one, other) = next(each for each in both if each[1][0] != each[1][1])
-    return (
-        f"rank {rank} of the stage: message {at} from rank {pair[0]} to {pair[1]} has "
-        f"{one}, in the plan {other} ({len(seen)} messages, {len(wanted)} planned)"
+    sender, receiver = pair
+    does, other, others = (
+        ("sends", receiver, "takes") if sender == rank else ("takes", sender, "sends")
     )
+    at = next(
+        (
+            i
+            for i, (one, two) in enumerate(zip(seen, wanted, strict=False))
+            if one != two
+        ),
+        min(len(seen), len(wanted)),
+    )
+    towards = "to" if sender == rank else "from"
+    return (
+        f"rank {rank} of the stage {does} {_size(seen, at)} {towards} rank {other} as "
+        f"message {at}, where by the plan rank {other} {others} {_size(wanted, at)} "
+        f"({len(seen)} messages, {len(wanted)} planned)"
+    )
+
+
+def _size(messages: Sequence[tuple[torch.dtype, int]], at: int) -> str:
+    if at >= len(messages):
+        return "nothing"
+    dtype, nbytes = messages[at]
+    return f"{nbytes:,} B of {str(dtype).removeprefix('torch.')}"

@@ -35,7 +35,7 @@ GPT_340M = GPT + "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """A run."""
 
@@ -122,8 +122,12 @@ def run_of(words: Sequence[str]) -> Run:
         return CommandLine(_parser(), list(words)).settled()
 
 
-def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[ExchangePlan]]:
-    """The settings, and the plans of a stage, as the run makes them."""
+def plans_of(
+    model: Model, **settings: object
+) -> tuple[MuonConfig, list[tuple[str, ExchangePlan]]]:
+    """The settings, and ``dense`` and ``experts`` plans of a stage, as the run makes
+    them.
+    """
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
     from megatron_muon.lab.routes.model_flags import muon_settings
@@ -135,7 +139,9 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[Exchang
         (planned,) = planned_on(
             ["cuda"], dataclasses.replace(run, config=config), model.stage
         )
-    return config, [one.plan for one in planned]
+    return config, [
+        ("experts" if one.experts else "dense", one.plan) for one in planned
+    ]
 
 
 @contextmanager

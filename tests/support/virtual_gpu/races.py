@@ -24,6 +24,8 @@ from support.virtual_gpu.trace import (
     Free,
     HostSync,
     Kernel,
+    Place,
+    Range,
     RecordedCollective,
     RecordStream,
     StreamWait,
@@ -42,17 +44,34 @@ Clock = dict[str, int]
 Operation = Kernel | RecordedCollective
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Race:
     """Two uses of a block that nothing orders."""
 
     # ``unordered``, two operations; ``freed``, the allocator may give the block away
-    # while an operation uses it
+    # while ``other`` uses it
     kind: Literal["unordered", "freed"]
-    text: str
+    memory: Memory  # under which handling of collectives' memory
+    block: int  # its number
+    allocated: Place | None  # where it came from
+    operation: str  # the later use; where it was freed, the phase
+    other: str  # the earlier use
+    phase: str  # of the later one
+
+    def __str__(self) -> str:
+        block = f"block {self.block} ({self.allocated})"
+        if self.kind == "freed":
+            where = self.phase or "no phase"
+            return (
+                f"[{self.memory}] {block} is freed in {where} while {self.other} "
+                "may use it"
+            )
+        return (
+            f"[{self.memory}] {self.operation} and {self.other} use {block}, unordered"
+        )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Access:
     time: int
     start: int
@@ -66,13 +85,20 @@ def races(trace: Trace, memory: Memory) -> list[Race]:
     return _Replay(trace, memory).run()
 
 
+def launch_stream(operation: Operation, memory: Memory) -> str:
+    """The stream that an operation runs on."""
+    if isinstance(operation, Kernel):
+        return operation.stream
+    if memory == "stash" and not operation.asynchronous:
+        return operation.stream
+    return operation.own_stream
+
+
 class _Replay:
     def __init__(self, trace: Trace, memory: Memory) -> None:
         self._events = trace.events
         self._memory = memory
-        self.shared = _on_several_streams(trace)
-        # with how many on each stream must be done before it starts
-        self.collectives: list[tuple[RecordedCollective, Clock]] = []
+        self._shared = _on_several_streams(trace)
         self._clocks: dict[str, Clock] = defaultdict(dict)
         self._host: Clock = {}
         self._of_event: dict[int, Clock] = {}
@@ -85,7 +111,7 @@ class _Replay:
         self._accesses: dict[int, dict[str, list[_Access]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        self._races: dict[str, Race] = {}
+        self._races: dict[object, Race] = {}
 
     def run(self) -> list[Race]:
         for event in self._events:
@@ -119,14 +145,11 @@ class _Replay:
                 clock[stream] = time
 
     def _collective(self, event: RecordedCollective) -> None:
-        is_current = self._memory == "stash" and not event.asynchronous
-        stream = event.stream if is_current else event.own_stream
+        stream = launch_stream(event, self._memory)
         if stream != event.stream:
             self._join(self._clocks[stream], self._clocks[event.stream])
         self._operate(event, stream)
-        clock = self._clocks[stream]
-        self.collectives.append((event, {**clock, stream: clock[stream] - 1}))
-        self._of_work[event.work] = dict(clock)
+        self._of_work[event.work] = dict(self._clocks[stream])
         blocks = [block for block, _, _ in (*event.reads, *event.writes)]
         if not event.asynchronous:
             self._join(self._clocks[event.stream], self._of_work[event.work])
@@ -158,7 +181,7 @@ class _Replay:
         time = clock[stream] = clock.get(stream, 0) + 1
         for touched, write in ((operation.reads, False), (operation.writes, True)):
             for block, start, stop in touched:
-                if block in self.shared:
+                if block in self._shared:
                     access = _Access(time, start, stop, write, operation)
                     self._access(block, stream, clock, access)
 
@@ -173,8 +196,7 @@ class _Replay:
                     break  # and so are all before it
                 conflict = access.write or other.write
                 if conflict and other.start < access.stop and access.start < other.stop:
-                    pair = f"{_said(access.operation)} and {_said(other.operation)}"
-                    self._report("unordered", block, f"is used by {pair}, unordered")
+                    self._report("unordered", block, access.operation, other.operation)
                     break
         by_stream[stream].append(access)
 
@@ -183,25 +205,30 @@ class _Replay:
         if self._kept[block]:
             return
         born = self._born.get(block)
-        if born is None or block not in self.shared:
+        if born is None or block not in self._shared:
             return
         clock = dict(self._clocks[born.stream])
         self._join(clock, self._host)
         for stream, accesses in self._accesses.pop(block, {}).items():
             safe = stream == born.stream or stream in self._recorded[block]
             if not safe and clock.get(stream, 0) < accesses[-1].time:
-                where = self._freed[block] or "no phase"
-                user = _said(accesses[-1].operation)
-                said = f"is freed in {where} while {user} may use it"
-                self._report("freed", block, said)
+                self._report("freed", block, None, accesses[-1].operation)
 
     def _report(
-        self, kind: Literal["unordered", "freed"], block: int, said: str
+        self,
+        kind: Literal["unordered", "freed"],
+        block: int,
+        operation: Operation | None,
+        other: Operation,
     ) -> None:
         born = self._born.get(block)
-        place = None if born is None else born.place
-        text = f"[{self._memory}] block {block} ({place}) {said}"
-        self._races.setdefault(text, Race(kind, text))
+        at = None if born is None else born.place
+        phase = self._freed[block] if operation is None else operation.phase
+        said = "" if operation is None else _said(operation)
+        key = (kind, block, said, _said(other))
+        self._races.setdefault(
+            key, Race(kind, self._memory, block, at, said, _said(other), phase)
+        )
 
 
 def _said(operation: Operation) -> str:
@@ -211,13 +238,21 @@ def _said(operation: Operation) -> str:
 def _on_several_streams(trace: Trace) -> set[int]:
     """Blocks that more than one stream touches; no other can be in a race."""
     streams: dict[int, set[str]] = defaultdict(set)
+
+    def touch(operation: Operation, stream: str, touched: list[Range]) -> None:
+        for block, _, _ in touched:
+            streams[block].add(stream)
+
     for event in trace.events:
         if isinstance(event, Allocation):
             streams[event.block].add(event.stream)
-        elif isinstance(event, (Kernel, RecordedCollective)):
-            names = {event.stream, getattr(event, "own_stream", event.stream)}
-            for block, _, _ in (*event.reads, *event.writes):
-                streams[block] |= names
+        elif isinstance(event, Kernel):
+            touch(event, event.stream, event.reads)
+            touch(event, event.stream, event.writes)
+        elif isinstance(event, RecordedCollective):
+            for stream in (event.stream, event.own_stream):
+                touch(event, stream, event.reads)
+                touch(event, stream, event.writes)
     return {block for block, names in streams.items() if len(names) > 1}
 
 
@@ -227,7 +262,19 @@ def collectives_and_clocks(trace: Trace) -> list[tuple[RecordedCollective, Clock
 
     Streams of the program are in the clocks too; only collectives run on NCCL's.
     """
-    replay = _Replay(trace, "caller")
-    replay.shared.clear()  # no accesses
-    replay.run()
-    return replay.collectives
+    return _Clocks(trace, "caller").run_clocks()
+
+
+class _Clocks(_Replay):
+    def run_clocks(self) -> list[tuple[RecordedCollective, Clock]]:
+        self._shared = set()  # no accesses
+        self._noted: list[tuple[RecordedCollective, Clock]] = []
+        self.run()
+        return self._noted
+
+    def _operate(self, operation: Operation, stream: str) -> None:
+        super()._operate(operation, stream)
+        if isinstance(operation, RecordedCollective):
+            before = dict(self._clocks[stream])
+            before[stream] -= 1
+            self._noted.append((operation, before))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from support.virtual_gpu.memory import Peak
 from support.virtual_gpu.messages import unaligned
+from support.virtual_gpu.races import Race
 from support.virtual_gpu.recording import Recording
-from support.virtual_gpu.trace import RecordedCollective
+from support.virtual_gpu.trace import Allocation, RecordedCollective
 
 EXCHANGE = "muon/"
 CONNECT = "muon/connect"
+_ELSEWHERE = "not attributed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """A rank. Counts are of the last ``optimizer.step()``."""
 
@@ -25,7 +29,8 @@ class RankReport:
     # calls in ``optimizer.step()`` in which the host waits for the GPU.
     host_waits: tuple[str, ...]
     state: dict[str, int]  # bytes by kind when the step begins
-    peak_bytes: int  # most above the state
+    # bytes above the state by kind, at the moment when they are most
+    peak: dict[str, int]
     connections: int  # ranks that the exchange connects to while the optimizer is built
     late_connections: (
         int  # ranks that a step exchanges with and that were not connected then
@@ -37,6 +42,11 @@ class RankReport:
     @property
     def state_bytes(self) -> int:
         return sum(self.state.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Above the state."""
+        return sum(self.peak.values())
 
 
 def report_of(recording: Recording) -> RankReport:
@@ -51,7 +61,7 @@ def report_of(recording: Recording) -> RankReport:
         if isinstance(call, RecordedCollective) and call.phase.startswith(CONNECT)
         for message in (*call.sends, *call.receives)
     }
-    races = recording.races
+    races = list(recording.races)
     return RankReport(
         rank=recording.rank,
         launches=recording.launches,
@@ -64,11 +74,11 @@ def report_of(recording: Recording) -> RankReport:
         messages=sum(len(call.sends) for call in exchange),
         host_waits=tuple(wait.name for wait in recording.host_syncs),
         state=_state(recording),
-        peak_bytes=recording.peak_bytes,
+        peak=_peak(recording.peak),
         connections=len(connected),
         late_connections=len(peers - connected),
-        races=tuple(race.text for race in races if race.kind == "unordered"),
-        early_frees=tuple(race.text for race in races if race.kind == "freed"),
+        races=_said(race for race in races if race.kind == "unordered"),
+        early_frees=_said(race for race in races if race.kind == "freed"),
         unaligned=tuple(unaligned(exchange)),
     )
 
@@ -82,8 +92,42 @@ def exchange_calls(recording: Recording) -> list[RecordedCollective]:
     ]
 
 
+def _said(races: Iterator[Race]) -> tuple[str, ...]:
+    return tuple(str(race) for race in races)
+
+
 def _state(recording: Recording) -> dict[str, int]:
     by_kind: dict[str, int] = defaultdict(int)
     for block, nbytes in recording.peak.state_blocks.items():
         by_kind[recording.held.get(block, "tables and counters")] += nbytes
-    return by_kind
+    return _largest_first(by_kind)
+
+
+def _peak(peak: Peak) -> dict[str, int]:
+    by_kind: dict[str, int] = defaultdict(int)
+    for allocation in peak.above:
+        by_kind[_kind(allocation)] += allocation.nbytes
+    return _largest_first(by_kind)
+
+
+def _largest_first(by_kind: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
+
+
+# Kinds of what a step allocates, by the folder or file of the package that does.
+_KINDS = (
+    ("orthogonalize/", "Newton-Schulz scratch"),
+    ("runtime/exchange/", "staged rounds"),
+    ("runtime/collectives.py", "staged rounds"),
+    ("runtime/round.py", "staged rounds"),
+    ("runtime/", "scratch of momentum and update"),
+)
+
+
+def _kind(allocation: Allocation) -> str:
+    place = allocation.place
+    if place.is_megatrons:
+        return "Megatron's own"
+    return next(
+        (kind for start, kind in _KINDS if place.file.startswith(start)), _ELSEWHERE
+    )

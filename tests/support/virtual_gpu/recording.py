@@ -12,6 +12,7 @@ from support.virtual_gpu.races import MEMORY, Race, races
 from support.virtual_gpu.trace import (
     Event,
     HostSync,
+    IterationStart,
     Kernel,
     RecordedCollective,
     StepStart,
@@ -32,18 +33,29 @@ class Recording:
 
     @cached_property
     def step(self) -> list[Event]:
-        """Events of the last step; all of a program without any."""
-        return self.trace.events[self._starts()[-1] :]
+        """Events of the last step."""
+        return self._from_last(StepStart)
 
-    @property
+    @cached_property
+    def iteration(self) -> list[Event]:
+        """Events of the last training iteration, whose end is the last step."""
+        return self._from_last(IterationStart)
+
+    @cached_property
     def before(self) -> list[Event]:
-        """Events before the first step."""
-        return self.trace.events[: self._starts()[0]]
-
-    def _starts(self) -> list[int]:
+        """Events before the first training iteration: those of the construction."""
         events = self.trace.events
-        starts = [i for i, event in enumerate(events) if isinstance(event, StepStart)]
-        return starts or [0]
+        kinds = (StepStart, IterationStart)
+        first = next(
+            (i for i, event in enumerate(events) if isinstance(event, kinds)),
+            len(events),
+        )
+        return events[:first]
+
+    def _from_last(self, kind: type) -> list[Event]:
+        events = self.trace.events
+        starts = [i for i, event in enumerate(events) if isinstance(event, kind)]
+        return events[starts[-1] :] if starts else events
 
     @property
     def launches(self) -> int:

@@ -33,7 +33,7 @@ TORCHS: Way = "host ahead, torch's memory"
 HEAD = "| | launches | peak over state, busiest rank, MiB |\n|---|--:|--:|"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReportRow:
     """The busiest rank of a stage; dense weights and experts are stepped one after the
     other.
@@ -62,11 +62,13 @@ class ReportRow:
 def row_of(model: Model, **settings: object) -> ReportRow:
     """The busiest rank of a model."""
     config, plans = plans_of(model, **settings)
-    of_plans = [plan.ns_flops() for plan in plans]
-    work = [sum(flops) for flops in zip(*of_plans, strict=True)]
+    work = [
+        sum(flops)
+        for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)
+    ]
     rank = work.index(max(work))
-    matrices = sum(len(plan.for_rank(rank).homes) for plan in plans)
-    recordings = tuple(record_step(plan, rank, config, steps=2) for plan in plans)
+    matrices = sum(len(plan.for_rank(rank).homes) for _, plan in plans)
+    recordings = tuple(record_step(plan, rank, config, steps=2) for _, plan in plans)
     return ReportRow(model.name, matrices, recordings)
 
 

@@ -10,7 +10,7 @@ from support.virtual_gpu.plans import flags_of
 from support.virtual_gpu.recording import Recording
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """A small GPT."""
 
@@ -22,7 +22,9 @@ class Run:
     experts: int = 0
     instances: int = 1  # of the distributed optimizer
     overlap: bool = True  # gradients' reduction and parameters' gather beside compute
+    layers: int = 2
     hidden: int = 64
+    buckets: int = 3  # of a rank's gradients, with overlap
     clip: float = 1.0  # gradients' norm above which they are scaled; 0: never
     optimizer: Literal["muon", "adam"] = "muon"  # ``adam`` is Megatron untouched
 
@@ -33,7 +35,7 @@ class Run:
     def words(self) -> list[str]:
         """Megatron-LM's flags."""
         words = (
-            f"--num-layers 2 --hidden-size {self.hidden} "
+            f"--num-layers {self.layers} --hidden-size {self.hidden} "
             "--num-attention-heads 4 --group-query-attention --num-query-groups 2 "
             "--swiglu --normalization RMSNorm --disable-bias-linear "
             "--untie-embeddings-and-output-weights --vocab-size 256 "
@@ -50,22 +52,20 @@ class Run:
             )
         if self.overlap:
             words += " --overlap-grad-reduce --overlap-param-gather"
-            words += " --ddp-num-buckets 3"
+            words += f" --ddp-num-buckets {self.buckets}"
         return words.split()
 
 
-def record_megatron(run: Run, rank: int, config: MuonConfig | None = None) -> Recording:
+def record_megatron(
+    run: Run, rank: int, config: MuonConfig | None = None, *, steps: int = 2
+) -> Recording:
     """The recording that ``record_training`` makes of a run."""
     from support.virtual_gpu.dry_run import ranks_of
-    from support.virtual_gpu.megatron import record_training
+    from support.virtual_gpu.megatron import OptimizerSettings, record_training
 
     flags = flags_of(run.words())
+    training = OptimizerSettings(run.optimizer, run.clip, steps)
     trained = record_training(
-        flags,
-        ranks_of(flags),
-        rank,
-        config or MuonConfig(),
-        optimizer=run.optimizer,
-        clip_grad=run.clip,
+        flags, ranks_of(flags), rank, config or MuonConfig(), training
     )
     return trained.recording

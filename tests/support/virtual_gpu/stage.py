@@ -14,7 +14,7 @@ from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 Node = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Faults:
     """Disagreements between ranks, in words; all are empty where everything fits."""
 
@@ -28,7 +28,7 @@ class Faults:
 Calls = Mapping[int, Sequence[tuple[RecordedCollective, Clock]]]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Calls:
     """Every rank's collectives, with what must be done before each, and who takes
     part.
@@ -46,11 +46,24 @@ def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
     Every rank of every group that communicates must be there.
     """
     calls = {rank: collectives_and_clocks(r.trace) for rank, r in recordings.items()}
-    for own in calls.values():
-        for call, _ in own:
-            assert calls.keys() >= {*call.group.ranks}, "ranks are not recorded"
+    missing = unrecorded(calls)
+    if missing:
+        rank, others = min(missing.items())
+        raise ValueError(
+            f"rank {rank} communicates with {sorted(others)}: not recorded"
+        )
     faults = check_calls(calls)
-    return [*faults.order, *faults.messages, *faults.stuck]
+    return faults.order + faults.messages or faults.stuck
+
+
+def unrecorded(calls: Calls) -> dict[int, set[int]]:
+    """For each rank, the members of its groups that are not given."""
+    groups = {rank: {call.group for call, _ in own} for rank, own in calls.items()}
+    missing = {
+        rank: {other for group in own for other in group.ranks if other not in calls}
+        for rank, own in groups.items()
+    }
+    return {rank: others for rank, others in missing.items() if others}
 
 
 def check_calls(calls: Calls) -> Faults:
@@ -103,23 +116,26 @@ def _compare(calls: _Calls, where: str, nodes: Sequence[Node]) -> None:
             return
 
 
-# by stream, sender and receiver
-_Ends = defaultdict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]]
-
-
 def _match_messages(calls: _Calls) -> None:
     """Sends and receives, on each ordered pair of ranks and stream in order."""
-    sends: _Ends = defaultdict(list)
-    receives: _Ends = defaultdict(list)
+    sends: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = defaultdict(
+        list
+    )
+    receives: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = (
+        defaultdict(list)
+    )
     for rank, own in calls.of_rank.items():
         for number, (call, _) in enumerate(own):
             if call.point_to_point:
                 calls.partners[rank, number].add((rank, number))
-                stream, here = call.own_stream, call.rank
                 for m in call.sends:
-                    sends[stream, here, m.peer].append(((rank, number), m))
+                    sends[call.own_stream, call.rank, m.peer].append(
+                        ((rank, number), m)
+                    )
                 for m in call.receives:
-                    receives[stream, m.peer, here].append(((rank, number), m))
+                    receives[call.own_stream, m.peer, call.rank].append(
+                        ((rank, number), m)
+                    )
     for channel in sorted(set(sends) | set(receives)):
         sent, taken = sends[channel], receives[channel]
         stream, i, j = channel

@@ -19,7 +19,7 @@ MAIN = "main"  # the stream that is current unless the program says otherwise
 Range = tuple[int, int, int]  # block, first byte, one after the last byte
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """The line of the package or of Megatron that issued an event, if one did."""
 
@@ -31,16 +31,30 @@ class Place:
         """The function's name."""
         return "elsewhere" if self.code is None else self.code.co_name
 
-    def __str__(self) -> str:
-        """With the file's path inside the package or Megatron's core."""
+    @property
+    def file(self) -> str:
+        """Its path inside the package or Megatron's core."""
         if self.code is None:
             return "elsewhere"
         path = self.code.co_filename.replace("\\", "/")
-        file = next((path.split(mark)[-1] for mark in _OURS if mark in path), path)
-        return f"{file}:{self.line} {self.caller}"
+        return next((path.split(mark)[-1] for mark in _OURS if mark in path), path)
+
+    @property
+    def is_megatrons(self) -> bool:
+        """The line is Megatron's."""
+        return self.code is not None and _OURS[1] in self.code.co_filename.replace(
+            "\\", "/"
+        )
+
+    def __str__(self) -> str:
+        return (
+            "elsewhere"
+            if self.code is None
+            else f"{self.file}:{self.line} {self.caller}"
+        )
 
 
-@dataclass
+@dataclass(slots=True)
 class Kernel:
     """An aten operation, or a fused kernel of another library."""
 
@@ -53,7 +67,7 @@ class Kernel:
     place: Place  # who called it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """A process group: its name, and its ranks in the world in the group's order."""
 
@@ -61,7 +75,7 @@ class Group:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RecordedMessage:
     """A message to or from one rank of the group in a collective."""
 
@@ -71,7 +85,7 @@ class RecordedMessage:
     start: int  # its place in its block, in bytes
 
 
-@dataclass
+@dataclass(slots=True)
 class RecordedCollective:
     """One launch of NCCL: a collective, a point-to-point operation, or a group of
     several.
@@ -110,7 +124,7 @@ class RecordedCollective:
         return not self.agreed
 
 
-@dataclass
+@dataclass(slots=True)
 class WorkWait:
     """``Work.wait()``: the stream waits for the collective, the host does not."""
 
@@ -118,7 +132,7 @@ class WorkWait:
     stream: str
 
 
-@dataclass
+@dataclass(slots=True)
 class EventRecord:
     """``Event.record()``: the event is what the stream has been given so far."""
 
@@ -126,7 +140,7 @@ class EventRecord:
     stream: str
 
 
-@dataclass
+@dataclass(slots=True)
 class StreamWait:
     """``Stream.wait_event()``."""
 
@@ -134,7 +148,7 @@ class StreamWait:
     stream: str
 
 
-@dataclass
+@dataclass(slots=True)
 class HostSync:
     """The host waits for the GPU."""
 
@@ -147,7 +161,7 @@ class HostSync:
     place: Place
 
 
-@dataclass
+@dataclass(slots=True)
 class Allocation:
     """A block of the caching allocator, in sizes as it rounds them."""
 
@@ -158,7 +172,7 @@ class Allocation:
     place: Place
 
 
-@dataclass
+@dataclass(slots=True)
 class Free:
     """The last tensor on a block is gone: the allocator may reuse it on the block's
     stream.
@@ -168,7 +182,7 @@ class Free:
     phase: str
 
 
-@dataclass
+@dataclass(slots=True)
 class RecordStream:
     """``Tensor.record_stream()``: the allocator waits for this stream, too."""
 
@@ -176,7 +190,12 @@ class RecordStream:
     stream: str
 
 
-@dataclass
+@dataclass(slots=True)
+class IterationStart:
+    """A training iteration begins, with the forward pass."""
+
+
+@dataclass(slots=True)
 class StepStart:
     """An optimizer step begins; counts are of the last one."""
 
@@ -191,6 +210,7 @@ Event = (
     | Allocation
     | Free
     | RecordStream
+    | IterationStart
     | StepStart
 )
 
@@ -201,7 +221,7 @@ _NAMELESS = re.compile(r"^Optimizer\.|/(collective|wait)$")
 _NOWHERE = Place(None, 0)
 
 
-@dataclass
+@dataclass(slots=True)
 class Trace:
     """Events in issue order, and the phases that are open."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -122,50 +123,50 @@ def test_a_mistyped_flag_ends_in_one_line_with_the_nearest(
 @pytest.mark.parametrize("which", MEANINGS)
 def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
     given, settings = MEANINGS[which]
-    assert config_of(version, given) == MuonConfig(**settings)  # type: ignore[arg-type]
+    assert config_of(version, *given) == MuonConfig(**settings)  # type: ignore[arg-type]
 
 
 REFUSED = {
     "septic": (
-        "--muon-coefficient-type septic",
+        ["--muon-coefficient-type", "septic"],
         "one of simple, quintic.*got 'septic'",
     ),
     "custom": (
-        "--muon-coefficient-type custom",
+        ["--muon-coefficient-type", "custom"],
         "custom: give the numbers, --muon-ns-coeff",
     ),
     "two numbers": (
-        "--muon-ns-coefficients 1,2",
+        ["--muon-ns-coefficients", "1,2"],
         "a name or a,b,c;a,b,c;..., got '1,2'",
     ),
     "two sets": (
-        "--muon-ns-coefficients quintic --muon-coefficient-type simple",
+        ["--muon-ns-coefficients", "quintic", "--muon-coefficient-type", "simple"],
         "quintic and --muon-coefficient-type simple contradict each other",
     ),
     "gram, untested": (
-        "--muon-ns-iteration gram --muon-ns-steps 7",
+        ["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"],
         r"ns_steps .* 7, ",
     ),
     "steps": (
-        "--muon-ns-steps 5 --muon-num-ns-steps 6",
+        ["--muon-ns-steps", "5", "--muon-num-ns-steps", "6"],
         "--muon-ns-steps 5 and --muon-num-ns-steps 6 contradict",
     ),
     "rms": (
-        "--muon-matched-adamw-rms 0.2 --muon-extra-scale-factor 1.0",
+        ["--muon-matched-adamw-rms", "0.2", "--muon-extra-scale-factor", "1.0"],
         "--muon-matched-adamw-rms 0.2 and --muon-extra-scale-factor 1.0 contradict",
     ),
     "nesterov": (
-        "--muon-nesterov --no-muon-nesterov",
+        ["--muon-nesterov", "--no-muon-nesterov"],
         r"--no-muon-nesterov \(off\) and --muon-nesterov \(on\) contradict",
     ),
-    "use-nesterov": ("--muon-use-nesterov --no-muon-nesterov", "contradict"),
+    "use-nesterov": (["--muon-use-nesterov", "--no-muon-nesterov"], "contradict"),
     "rms of another mode": (
-        "--muon-matched-adamw-rms 0.2 --muon-scale-mode shape_scaling",
+        ["--muon-matched-adamw-rms", "0.2", "--muon-scale-mode", "shape_scaling"],
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
     ),
-    "adamw-from-muon": ("--adamw-from-muon", "is for --optimizer adam"),
-    "out of range": ("--muon-momentum 1.0", r"-momentum\) must be in"),
-    "no number": ("--muon-qk-clip nan", r"from 1e-09 to 1e\+09, got nan"),
+    "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
+    "out of range": (["--muon-momentum", "1.0"], r"-momentum\) must be in"),
+    "no number": (["--muon-qk-clip", "nan"], r"from 1e-09 to 1e\+09, got nan"),
 }
 
 
@@ -176,13 +177,13 @@ def test_a_flag_without_a_meaning_or_against_another_is_refused(
 ) -> None:
     given, message = REFUSED[which]
     with pytest.raises(ValueError, match=message):
-        config_of(version, given)
+        config_of(version, *given)
 
 
 def test_every_flag_has_a_meaning_or_an_error() -> None:
-    tried: set[str] = set()
-    for given, _ in (*MEANINGS.values(), *REFUSED.values()):
-        tried |= {*given.split()}
+    tried = {
+        word for given, _ in [*MEANINGS.values(), *REFUSED.values()] for word in given
+    }
     assert {flag.option for flag in FLAGS} <= tried
 
 
@@ -214,43 +215,44 @@ def test_in_deterministic_mode_no_matrix_is_shared_unless_asked(version: str) ->
 
 # --- Megatron's own Muon --------------------------------------------------------------
 
+TP2 = "--tensor-model-parallel-size", "2"
 # flags of Megatron's own Muon that are no setting here, and what is said of them
-DONE_HERE = {
-    "duplicated": "--muon-tp-mode duplicated --tensor-model-parallel-size 2",
-    "blockwise, TP 1": "--muon-tp-mode blockwise",
-    "distributed, TP 1": "--muon-tp-mode distributed",
-    "adam": "--muon-scalar-optimizer adam",
-    "medium": "--muon-fp32-matmul-prec medium",
-    "medium, bf16": "--muon-fp32-matmul-prec medium --muon-ns-dtype bf16",
+DONE_HERE: dict[str, Sequence[str]] = {
+    "duplicated": ("--muon-tp-mode", "duplicated", *TP2),
+    "blockwise, TP 1": ("--muon-tp-mode", "blockwise"),
+    "distributed, TP 1": ("--muon-tp-mode", "distributed"),
+    "adam": ("--muon-scalar-optimizer", "adam"),
+    "medium": ("--muon-fp32-matmul-prec", "medium"),
+    "medium, bf16": ("--muon-fp32-matmul-prec", "medium", "--muon-ns-dtype", "bf16"),
 }
-NOT_HERE = {
+NOT_HERE: dict[str, tuple[Sequence[str], str]] = {
     "blockwise": (
-        "--muon-tp-mode blockwise --tensor-model-parallel-size 2",
+        ("--muon-tp-mode", "blockwise", *TP2),
         "--muon-tp-mode blockwise .*leave it out; a matrix is orthogonalized whole",
     ),
     "blockwise, expert TP": (
-        "--muon-tp-mode blockwise --expert-tensor-parallel-size 2",
+        ("--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "2"),
         "--muon-tp-mode blockwise has no meaning in megatron_muon: leave",
     ),
-    "lion": ("--muon-scalar-optimizer lion", "optimizer lion .*leave it out"),
-    "high": ("--muon-fp32-matmul-prec high", "prec high .*ns-dtype bf16, fp16"),
+    "lion": (("--muon-scalar-optimizer", "lion"), "optimizer lion .*leave it out"),
+    "high": (("--muon-fp32-matmul-prec", "high"), "prec high .*ns-dtype bf16, fp16"),
     "medium, fp32": (
-        "--muon-fp32-matmul-prec medium --muon-ns-dtype fp32",
+        ("--muon-fp32-matmul-prec", "medium", "--muon-ns-dtype", "fp32"),
         "prec medium .*give --muon-ns-dtype",
     ),
     "medium, fast": (
-        "--muon-fp32-matmul-prec medium --muon-preset fast",
+        ("--muon-fp32-matmul-prec", "medium", "--muon-preset", "fast"),
         "prec medium .*give --muon-ns-dtype",
     ),
     "syrk": (
-        "--muon-use-syrk",
+        ("--muon-use-syrk",),
         "--muon-use-syrk has no .*--muon-symmetric-products",
     ),
 }
 
 
-def has_flags_of(version: str, given: str) -> bool:
-    return given.split()[0] in parser_of(version)._option_string_actions
+def has_flags_of(version: str, given: Sequence[str]) -> bool:
+    return given[0] in parser_of(version)._option_string_actions
 
 
 @EVERY
@@ -261,10 +263,10 @@ def test_a_value_of_megatrons_that_asks_for_what_is_done_here_passes(
     given = DONE_HERE[which]
     if not has_flags_of(version, given):
         with pytest.raises(SystemExit):  # it was removed: see left
-            config_of(version, given)
+            config_of(version, *given)
         return
     settings = {"ns_dtype": "bf16"} if "bf16" in given else {}
-    assert config_of(version, given) == MuonConfig(**settings)
+    assert config_of(version, *given) == MuonConfig(**settings)
 
 
 @WITH_MUON
@@ -275,7 +277,7 @@ def test_a_value_of_megatrons_that_is_not_done_here_ends_with_what_to_give(
     given, said = NOT_HERE[which]
     if has_flags_of(version, given):
         with pytest.raises(ValueError, match=said):
-            config_of(version, given)
+            config_of(version, *given)
 
 
 @WITH_MUON

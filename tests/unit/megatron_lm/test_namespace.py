@@ -125,7 +125,7 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
 @EVERY
 @pytest.mark.parametrize("which", MEANINGS)
 def test_what_is_in_force_is_written(version: str, which: str) -> None:
-    args = parsed(version, MEANINGS[which][0])
+    args = parsed(version, *MEANINGS[which][0])
     config = muon_config(args)
     write_all(args, config)
     before = vars(parser_of(version).parse_args([]))

@@ -33,7 +33,8 @@ def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
     """The settings, the plans of 64 ranks of DeepSeek-V3, and those that each makes by
     itself.
     """
-    config, plans = plans_of(STAGE)
+    config, named = plans_of(STAGE)
+    plans = [plan for _, plan in named]
     assert not plans[0].shared  # since experts fill the ranks
     whole = replace(config, split_matrices="off")
     alone = [make_plan(plan.parameters, plan.grid, Numerics(whole)) for plan in plans]

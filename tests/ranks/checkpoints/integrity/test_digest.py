@@ -15,7 +15,7 @@ import pytest
 
 from megatron_muon.mcore.checkpoint import manifest
 from support.checkpoints import saving
-from support.checkpoints.saving import FORMATS, save_new
+from support.checkpoints.saving import formats, save_new
 from support.checkpoints.sealing import (
     KINDS,
     Corruption,
@@ -29,14 +29,16 @@ from support.models.gpt import (
     Case,
     Topology,
     muon_weights,
+    on_ranks,
     printed_by,
     start,
     take_step,
 )
-from support.ranks import RankError, run, run_on
+from support.ranks import RankError, run
+from support.runs.topologies import DP2
 
 CASE = Case(steps=2)
-DP = Topology(dp=2)
+FORMATS = formats()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     def of(format: str) -> Path:
         if format not in made:
             folder = tmp_path_factory.mktemp(format)
-            run_on(saved, CASE, DP, format, str(folder))
+            on_ranks(saved, CASE, DP2, format, folder)
             made[format] = folder
         return made[format]
 
@@ -72,7 +74,7 @@ def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) 
     for name, path in files.items():
         assert kept["files"][name]["size"] == path.stat().st_size
         assert kept["files"][name]["hash"] == manifest.file_hash(path)
-    for result in run_on(loaded, CASE, DP, format, str(checkpoint(format))):
+    for result in on_ranks(loaded, CASE, DP2, format, checkpoint(format)):
         assert result["error"] is None
 
 
@@ -91,8 +93,8 @@ def test_random_corruptions(
         folder = tmp_path / f"iter_{seed:07d}"
         shutil.copytree(checkpoint(format), folder)
         done.append(corrupt(folder, seed + 1000 * FORMATS.index(format)))
-        folders.append(str(folder))
-    results = run_on(errors_of_loads, CASE, DP, format, folders, timeout=1200.0)
+        folders.append(folder)
+    results = on_ranks(errors_of_loads, CASE, DP2, format, folders, timeout=1200.0)
     for rank, errors in enumerate(results):
         for corruption, folder, error in zip(done, folders, errors, strict=True):
             assert error is not None, (rank, corruption)
@@ -109,7 +111,7 @@ def test_an_incomplete_one_is_refused(checkpoint: Any, tmp_path: Path) -> None:
     shutil.copytree(checkpoint(FORMATS[0]), folder)
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "iter_0000005")
     manifest.begin(folder)
-    for errors in run_on(errors_of_loads, CASE, DP, FORMATS[0], [str(folder)]):
+    for errors in on_ranks(errors_of_loads, CASE, DP2, FORMATS[0], [folder]):
         assert re.search(
             r"iter_0000007 is not complete: .* --ckpt-step 5 loads it", errors[0]
         )
@@ -130,7 +132,7 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("format", [FORMATS[0], "torch"])
 def test_another_model_is_refused(other: str, format: str, checkpoint: Any) -> None:
     case, message = OTHER_MODELS[other]
-    for errors in run_on(errors_of_loads, case, DP, format, [str(checkpoint(format))]):
+    for errors in on_ranks(errors_of_loads, case, DP2, format, [checkpoint(format)]):
         assert re.search(message, errors[0] or ""), errors
 
 
@@ -140,7 +142,7 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
 ) -> None:
     """Both ways, on every rank, before anything is read."""
     few = CASE.with_muon(muon_exclude=("*.linear_fc1.weight",))
-    run_on(saved, few, DP, format, str(tmp_path))
+    on_ranks(saved, few, DP2, format, tmp_path)
     weight = "decoder.layers.0.mlp.linear_fc1.weight"
     ways = (
         (
@@ -155,7 +157,7 @@ def test_another_routing_is_refused_with_the_settings_of_the_save(
         ),
     )
     for case, folder, said in ways:
-        for errors in run_on(errors_of_loads, case, DP, format, [str(folder)]):
+        for errors in on_ranks(errors_of_loads, case, DP2, format, [folder]):
             text = errors[0] or ""
             assert re.search(
                 f"another routing: Muon had {said.format(weight)}", text
@@ -172,23 +174,23 @@ def test_without_a_digest_another_routing_is_among_the_causes(
 ) -> None:
     off = CASE.with_muon(checkpoint_digest=False)
     few = off.with_muon(muon_exclude=("*.linear_fc1.weight",))
-    run_on(saved, off, DP, format, str(tmp_path))
-    for errors in run_on(errors_of_loads, few, DP, format, [str(tmp_path)]):
+    on_ranks(saved, off, DP2, format, tmp_path)
+    for errors in on_ranks(errors_of_loads, few, DP2, format, [tmp_path]):
         assert "muon_exclude (--muon-exclude)" in (errors[0] or ""), errors
 
 
 def _loads_without(
-    case: Case, topology: Topology, format: str, folder: str
+    case: Case, topology: Topology, format: str, folder: Path
 ) -> tuple[Any, str]:
     result, printed = printed_by(lambda: loaded(case, topology, format, folder))
     return result["error"], printed
 
 
 def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
-    run_on(save_new, CASE, DP, FORMATS[0], str(tmp_path))  # the hooks are not in place
+    on_ranks(save_new, CASE, DP2, FORMATS[0], tmp_path)  # the hooks are not in place
     assert manifest.read(tmp_path) is None
     printed = []
-    for error, text in run_on(_loads_without, CASE, DP, FORMATS[0], str(tmp_path)):
+    for error, text in on_ranks(_loads_without, CASE, DP2, FORMATS[0], tmp_path):
         assert error is None
         printed.append(re.findall(r"was saved without a digest", text))
     assert [len(lines) for lines in printed] == [1, 0]
@@ -196,15 +198,15 @@ def test_without_a_digest_there_is_one_warning(tmp_path: Path) -> None:
 
 def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
     off = CASE.with_muon(checkpoint_digest=False)
-    run_on(saved, off, DP, FORMATS[0], str(tmp_path))
+    on_ranks(saved, off, DP2, FORMATS[0], tmp_path)
     assert manifest.read(tmp_path) is None
     shutil.copytree(checkpoint(FORMATS[0]), tmp_path / "damaged")
     content = json.loads((tmp_path / "damaged" / manifest.FILE_NAME).read_text())
     (tmp_path / "damaged" / manifest.FILE_NAME).write_text(
         json.dumps(content | {"format": 7})
     )
-    (error, text), _ = run_on(
-        _loads_without, off, DP, FORMATS[0], str(tmp_path / "damaged")
+    (error, text), _ = on_ranks(
+        _loads_without, off, DP2, FORMATS[0], tmp_path / "damaged"
     )
     # neither checked nor missed
     assert error is None and "without a digest" not in text
@@ -213,12 +215,12 @@ def test_switched_off_there_is_none(checkpoint: Any, tmp_path: Path) -> None:
 def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
     """A rank that stops in the middle leaves a folder that is refused."""
     with pytest.raises(RankError, match="here it stops"):
-        run_on(_stops_in_a_save, CASE, DP, FORMATS[0], str(tmp_path))
+        on_ranks(_stops_in_a_save, CASE, DP2, FORMATS[0], tmp_path)
     interrupted = manifest.read(tmp_path)
     assert interrupted is not None and not interrupted["complete"]
 
 
-def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -> None:
+def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: Path) -> None:
     from megatron.core.dist_checkpointing import serialization
 
     with mock.patch.object(
@@ -228,13 +230,13 @@ def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -
 
 
 def _meets_another_save(
-    case: Case, topology: Topology, format: str, folder: str
+    case: Case, topology: Topology, format: str, folder: Path
 ) -> str:
     """Another save marks the folder after this one has written, before it is sealed."""
     finish = manifest.finish
 
     def meets(*args: Any) -> None:
-        manifest.begin(Path(folder))
+        manifest.begin(folder)
         finish(*args)
 
     with (
@@ -249,24 +251,24 @@ def _meets_another_save(
 def test_what_two_saves_wrote_is_not_sealed_by_either(
     format: str, tmp_path: Path
 ) -> None:
-    for error in run_on(_meets_another_save, CASE, DP, format, str(tmp_path)):
+    for error in on_ranks(_meets_another_save, CASE, DP2, format, tmp_path):
         assert "may contain files of two saves, so it is not complete" in error
     left = manifest.read(tmp_path)
     assert left is not None and not left["complete"]
-    for (error_of_load,) in run_on(errors_of_loads, CASE, DP, format, [str(tmp_path)]):
+    for (error_of_load,) in on_ranks(errors_of_loads, CASE, DP2, format, [tmp_path]):
         assert "is not complete" in (error_of_load or "")
 
 
-def _addresses_of_an_adamw_run(folder: str) -> bool:
+def _addresses_of_an_adamw_run(folder: Path) -> bool:
     """A run of AdamW's in a process that has the plugin: no digest, and nothing asked
     of others.
     """
-    built = start(replace(CASE, optimizer="adam"), DP)
+    built = start(replace(CASE, optimizer="adam"), DP2)
     take_step(built, 0)  # core 0.12 saves no state that is not there yet
     with installed():
         saving.save(built, folder, FORMATS[0])
-    return (Path(folder) / manifest.FILE_NAME).exists()
+    return (folder / manifest.FILE_NAME).exists()
 
 
 def test_adamws_checkpoints_have_none(tmp_path: Path) -> None:
-    assert run(_addresses_of_an_adamw_run, 2, str(tmp_path)) == [False, False]
+    assert run(_addresses_of_an_adamw_run, 2, tmp_path) == [False, False]

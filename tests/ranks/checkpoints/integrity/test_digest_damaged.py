@@ -12,20 +12,20 @@ import pytest
 
 from megatron_muon.mcore.checkpoint import manifest
 from megatron_muon.mcore.checkpoint.manifest import DigestError
-from support.checkpoints.saving import DEFAULT
+from support.checkpoints.saving import formats
 from support.checkpoints.sealing import errors_of_loads, saved
-from support.models.gpt import Case, Topology
-from support.ranks import run, run_on
+from support.models.gpt import Case, on_ranks
+from support.ranks import run
+from support.runs.topologies import DP2
 
 CASE = Case(steps=1)
-DP = Topology(dp=2)
-FORMAT = DEFAULT
+FORMAT = formats()[0]
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
-    run_on(saved, CASE, DP, FORMAT, str(folder))
+    on_ranks(saved, CASE, DP2, FORMAT, folder)
     return folder
 
 
@@ -88,7 +88,7 @@ def test_a_load_of_it_ends_on_all_ranks(real: Path, beside: Path) -> None:
     messages = []
     for content in (text[:1000], NESTED[0]):
         beside.write_text(content)
-        messages += run_on(errors_of_loads, CASE, DP, FORMAT, [str(folder)])
+        messages += on_ranks(errors_of_loads, CASE, DP2, FORMAT, [folder])
     for (error,) in messages:
         assert re.search(
             rf"megatron_muon.json is damaged: .*{re.escape(WAY_OUT)}", error or ""
@@ -98,11 +98,11 @@ def test_a_load_of_it_ends_on_all_ranks(real: Path, beside: Path) -> None:
 # --- another run has saved over it ----------------------------------------------------
 
 
-def _overwritten_by_adamw(folder: str) -> None:
+def _overwritten_by_adamw(folder: Path) -> None:
     """Without the plugin's hooks, as a run without it."""
     from support.checkpoints.saving import save_new
 
-    save_new(Case(steps=2, optimizer="adam"), DP, FORMAT, folder)
+    save_new(Case(steps=2, optimizer="adam"), DP2, FORMAT, folder)
 
 
 def test_files_that_adamw_has_overwritten_are_named(
@@ -114,10 +114,10 @@ def test_files_that_adamw_has_overwritten_are_named(
         path.unlink()
         path.write_bytes(content)
     assert manifest.says_complete(folder)
-    run(_overwritten_by_adamw, 2, str(folder))
+    run(_overwritten_by_adamw, 2, folder)
     said = manifest.read(folder)
     assert said is not None and said["complete"]
     assert not manifest.says_complete(folder)  # as the sizes are others
     pattern = r"if a run without the plugin has saved over this folder, remove its megatron_muon"
-    for (error,) in run_on(errors_of_loads, CASE, DP, FORMAT, [str(folder)]):
+    for (error,) in on_ranks(errors_of_loads, CASE, DP2, FORMAT, [folder]):
         assert re.search(pattern, error or ""), error

@@ -17,13 +17,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint import manifest
-from support.checkpoints.saving import FORMATS
+from support.checkpoints.saving import formats
 from support.checkpoints.sealing import loaded, save
-from support.models.gpt import Case, Topology, start, take_step
+from support.models.gpt import Case, stepped
 from support.ranks import error_of, run
+from support.runs.topologies import TP2
 
+FORMATS = formats()
 CASE = Case(steps=1)
-TP2 = Topology(tp=2)
 ROOM = 20_000  # bytes of a file; each rank's part of the state has more
 NOBODY = 65534
 # torch's writer of archives says the second, of a write that came short
@@ -74,15 +75,14 @@ def _saved_twice(
     """A save that succeeds, and the error of one in which rank ``failing`` has the
     fault; -1: all ranks have it.
     """
-    built = start(CASE, TP2)
-    take_step(built, 0)
+    built = stepped(CASE, TP2, 1)
     save(built, first, format)
     here = failing in (-1, dist.get_rank())
     with fault() if here else nullcontext():
         return error_of(lambda: save(built, second, format))
 
 
-def _first_loads(format: str, folder: str) -> dict[str, Any]:
+def _first_loads(format: str, folder: Path) -> dict[str, Any]:
     return loaded(CASE, TP2, format, folder)
 
 
@@ -95,31 +95,21 @@ def test_a_disk_that_is_full_on_one_rank(
     format: str, failing: int, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-    errors = run(_saved_twice, 2, format, str(first), str(second), failing, full_disk)
+    errors = run(_saved_twice, 2, format, first, second, failing, full_disk)
     assert "no error" not in errors
     assert any(said in error for said in FULL for error in errors), errors
     said = manifest.read(second)
     assert said is None or not said["complete"]
-    assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [
-        None,
-        None,
-    ]
-    refused = [one["error"] for one in run(_first_loads, 2, format, str(second))]
+    assert [one["error"] for one in run(_first_loads, 2, format, first)] == [None, None]
+    refused = [one["error"] for one in run(_first_loads, 2, format, second)]
     assert all(refused), refused
 
 
 @pytest.mark.parametrize("format", [FORMATS[0], "torch"])
 def test_a_folder_that_may_only_be_read(format: str, folder: Path) -> None:
     first, second = folder / "first", folder / "second"
-    for each in (first, second):
-        each.mkdir()
-    second.chmod(0o555)
-    errors = run(_saved_twice, 2, format, str(first), str(second), -1, without_rights)
+    second.mkdir(0o555)
+    errors = run(_saved_twice, 2, format, first, second, -1, without_rights)
     assert all("Permission denied" in error for error in errors), errors
     assert list(second.iterdir()) == []
-    assert [one["error"] for one in run(_first_loads, 2, format, str(first))] == [
-        None,
-        None,
-    ]
+    assert [one["error"] for one in run(_first_loads, 2, format, first)] == [None, None]

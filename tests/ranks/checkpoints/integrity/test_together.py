@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint import manifest
 from megatron_muon.runtime.consensus import together
-from support.checkpoints.saving import DEFAULT
+from support.checkpoints.saving import formats
 from support.checkpoints.sealing import saved
-from support.models.gpt import Case, Topology
-from support.ranks import error_of, run, run_on
+from support.models.gpt import Case, on_ranks
+from support.ranks import error_of, run
+from support.runs.topologies import DP2, TP2
 
 CASE = Case(steps=1)
-FORMAT = DEFAULT
-TP2 = Topology(tp=2)
+FORMAT = formats()[0]
 
 
 def _nested() -> None:
@@ -109,7 +109,7 @@ def test_what_rank_0_does_for_all(kind: str) -> None:
 # --- saving ---------------------------------------------------------------------------
 
 
-def _error_of_save(format: str, folder: str) -> str:
+def _error_of_save(format: str, folder: Path) -> str:
     return error_of(lambda: saved(CASE, TP2, format, folder))
 
 
@@ -117,7 +117,7 @@ def _error_of_save(format: str, folder: str) -> str:
 def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
     """A folder is in its place, from before the save."""
     (tmp_path / manifest.FILE_NAME).mkdir()
-    zero, one = run(_error_of_save, 2, format, str(tmp_path), timeout=60.0)
+    zero, one = run(_error_of_save, 2, format, tmp_path, timeout=60.0)
     assert "OSError" in zero or "IsADirectoryError" in zero
     assert "rank 0 stopped this run" in one
 
@@ -125,20 +125,20 @@ def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
 # --- loading --------------------------------------------------------------------------
 
 
-def _of_another_model_on_rank_1(folder: str) -> str:
+def _of_another_model_on_rank_1(folder: Path) -> str:
     from support.checkpoints import sealing
     from support.models.gpt import start
 
     built = start(CASE, TP2)
     if dist.get_rank():
-        for part in built.optimizer.chained_optimizers:
+        for part in built.parts:
             part.matrices = {**part.matrices, "more.weight": {"2 x 2": 1}}
     return error_of(lambda: sealing.load(built, folder, FORMAT))
 
 
 def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
-    run_on(saved, CASE, TP2, FORMAT, str(tmp_path))
-    zero, one = run(_of_another_model_on_rank_1, 2, str(tmp_path), timeout=60.0)
+    on_ranks(saved, CASE, TP2, FORMAT, tmp_path)
+    zero, one = run(_of_another_model_on_rank_1, 2, tmp_path, timeout=60.0)
     assert "nothing in more.weight and has 1 of 2 x 2 in this run" in one
     assert "rank 1 stopped this run" in zero
 
@@ -152,7 +152,7 @@ def _refused_on_one_rank(case: Case) -> str:
 
     from support.models.gpt import build, error_of_optimizer
 
-    built = build(case, Topology(dp=2))
+    built = build(case, DP2)
     if dist.get_rank() == 1:
         get_model_config(built.chunks[0]).fp4_param = True
     return error_of_optimizer(built)

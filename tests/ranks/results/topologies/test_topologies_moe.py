@@ -9,21 +9,36 @@ from dataclasses import replace
 
 import pytest
 
-from support.models.gpt import Case, Topology, check, runs_of, train, trained, truth
-from support.ranks import run_on
+from support.models.gpt import (
+    Case,
+    Topology,
+    check,
+    on_ranks,
+    runs_of,
+    train,
+    trained,
+    truth,
+)
 from support.runs.cases import EXPERTS, HIDDEN, MOE_FFN, muon_weights
 from support.runs.mutants import swapped_ep_ranks
+from support.runs.topologies import (
+    DP2_EP2,
+    DP4_EP4,
+    PP2_DP2_EP2,
+    TP2_DP2_EP2,
+    TP2_DP2_SP,
+    TP2_EP2_ETP1,
+)
 from support.runs.whole import differences
 
 MOE = Case(moe=True)
-FP32 = replace(MOE.with_muon(ns_dtype="fp32"), bf16=False)
+FP32 = replace(MOE, bf16=False).with_muon(ns_dtype="fp32")
 LEGACY = replace(MOE, grouped="legacy")
 TE = replace(MOE, grouped="te")
-EP2 = Topology(dp=2, ep=2)
 # Megatron wants sequence parallelism of a mixture of experts under TP.
-EP2_TP2 = Topology(tp=2, ep=2, etp=1, sequence_parallel=True)
-EP2_ETP2 = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
-EP2_EDP2 = replace(EP2_TP2, dp=2)  # two expert-DP ranks, and expert TP differs from TP
+EP2_EDP2 = replace(
+    TP2_EP2_ETP1, dp=2
+)  # two expert-DP ranks, and expert TP differs from TP
 EP2_EDP3 = Topology(dp=6, ep=2)  # thirds of the experts' buffers end within matrices
 FP16 = replace(MOE, bf16=False, fp16=True, steps=5)
 EXPERTS_OVERFLOW = replace(FP16, overflow=((1, "*.local_experts.3.linear_fc1.weight"),))
@@ -38,37 +53,37 @@ FOUR = Topology(pp=2, dp=4, ep=2)
 INSTANCES = Topology(dp=4, ep=2, instances=2)
 # By name: the case, its topologies, and those that are slow: each has a sibling that is
 # not.
-RUNS: dict[str, tuple[Case, list[Topology], list[Topology]]] = {
+RUNS = {
     "sequential": (
         MOE,
         [
             EP2_EDP3,
             Topology(cp=2, ep=2),
-            Topology(dp=2, pp=2, ep=2),
-            EP2_ETP2,
+            PP2_DP2_EP2,
+            TP2_DP2_EP2,
             replace(EP2_EDP2, overlap=True),
-            Topology(dp=4, ep=4),
+            DP4_EP4,
             replace(FOUR, overlap=True),
             replace(INSTANCES, overlap=True),
             # without EP they are in the dense optimizer, with a TP group that has the
             # size of TP
-            Topology(tp=2, dp=2, sequence_parallel=True),
+            TP2_DP2_SP,
         ],
-        [EP2, EP2_TP2, EP2_EDP2, FOUR, INSTANCES],
+        [DP2_EP2, TP2_EP2_ETP1, EP2_EDP2, FOUR, INSTANCES],
     ),
-    "fp32": (FP32, [EP2_ETP2], [EP2, EP2_TP2]),
-    "gated": (replace(MOE, gated=True), [EP2_ETP2], []),
-    "legacy": (LEGACY, [EP2_ETP2], [EP2_TP2, EP2_EDP3]),
-    "te": (TE, [EP2_ETP2, EP2_EDP3], [EP2_TP2]),
-    "legacy-gated": (replace(LEGACY, gated=True), [EP2_ETP2], []),
-    "te-gated": (replace(TE, gated=True), [], [EP2_ETP2]),
+    "fp32": (FP32, [TP2_DP2_EP2], [DP2_EP2, TP2_EP2_ETP1]),
+    "gated": (replace(MOE, gated=True), [TP2_DP2_EP2]),
+    "legacy": (LEGACY, [TP2_DP2_EP2], [TP2_EP2_ETP1, EP2_EDP3]),
+    "te": (TE, [TP2_DP2_EP2, EP2_EDP3], [TP2_EP2_ETP1]),
+    "legacy-gated": (replace(LEGACY, gated=True), [TP2_DP2_EP2]),
+    "te-gated": (replace(TE, gated=True), [], [TP2_DP2_EP2]),
     "layers": (replace(MOE, layers=4), STAGES[:1], STAGES[1:]),
-    "groups": (replace(MOE, faster=FASTER), [EP2_EDP2], []),
+    "groups": (replace(MOE, faster=FASTER), [EP2_EDP2]),
     # no token came to an expert: it only decays
-    "no-gradient": (replace(MOE, zero_grads=("*.local_experts.3.*",)), [EP2_EDP2], []),
+    "no-gradient": (replace(MOE, zero_grads=("*.local_experts.3.*",)), [EP2_EDP2]),
     # Megatron has a loss scaler in each optimizer; without a remedy they would part
-    "overflow": (EXPERTS_OVERFLOW, [EP2_ETP2], [EP2]),
-    "routers-overflow": (ROUTERS_OVERFLOW, [], [EP2, EP2_ETP2]),
+    "overflow": (EXPERTS_OVERFLOW, [TP2_DP2_EP2], [DP2_EP2]),
+    "routers-overflow": (ROUTERS_OVERFLOW, [], [DP2_EP2, TP2_DP2_EP2]),
 }
 
 
@@ -89,7 +104,7 @@ def test_experts_that_leave_their_rank_for_a_dense_matrix(
         ("round_bytes", round_bytes),
     )
     case = replace(MOE, muon=muon)
-    assert not differences(trained(case, Topology(dp=4, ep=4)), truth(case))
+    assert not differences(trained(case, DP4_EP4), truth(case))
 
 
 # --- what the tests above rest on -----------------------------------------------------
@@ -98,19 +113,18 @@ def test_experts_that_leave_their_rank_for_a_dense_matrix(
 @pytest.mark.parametrize(
     ("topology", "owners"),
     [
-        (EP2, {(0,), (1,)}),
-        (EP2_TP2, {(0,), (1,)}),
-        (EP2_ETP2, {(0,), (1,), (2,), (3,)}),
+        (DP2_EP2, {(0,), (1,)}),
+        (TP2_EP2_ETP1, {(0,), (1,)}),
+        (TP2_DP2_EP2, {(0,), (1,), (2,), (3,)}),
         (EP2_EDP2, {(0, 2), (1, 3)}),
         (EP2_EDP3, {(0, 2, 4), (1, 3, 5)}),
         (Topology(dp=4, ep=2, instances=2), {(0,), (1,), (2,), (3,)}),
     ],
-    ids=str,
 )
 def test_experts_really_have_their_own_optimizer_and_owners(
     topology: Topology, owners: set[tuple[int, ...]]
 ) -> None:
-    results = run_on(train, replace(MOE, steps=0), topology)
+    results = on_ranks(train, replace(MOE, steps=0), topology)
     assert [result["optimizers"] for result in results] == [2] * topology.world_size
     expert = ".local_experts."
     assert {
@@ -123,10 +137,10 @@ def test_experts_really_have_their_own_optimizer_and_owners(
         assert len(local) == EXPERTS // topology.ep
 
 
-@pytest.mark.parametrize("case", [MOE, LEGACY, TE], ids=["sequential", "legacy", "te"])
+@pytest.mark.parametrize("case", [MOE, LEGACY, TE])
 def test_matrices_of_experts_are_really_cut_over_expert_dp_ranks(case: Case) -> None:
     """Shards that all end between matrices would not show what becomes of a cut one."""
-    results = run_on(train, replace(case, steps=0), EP2_EDP3)
+    results = on_ranks(train, replace(case, steps=0), EP2_EDP3)
     assert any(
         start % (HIDDEN * MOE_FFN)
         for result in results
@@ -138,8 +152,8 @@ def test_matrices_of_experts_are_really_cut_over_expert_dp_ranks(case: Case) -> 
 # --- mutants of the experts' plan: each must be noticed -------------------------------
 
 
-@pytest.mark.parametrize("topology", [EP2_ETP2, EP2_EDP3], ids=str)
-@pytest.mark.parametrize("case", [MOE, LEGACY], ids=["sequential", "legacy"])
+@pytest.mark.parametrize("topology", [TP2_DP2_EP2, EP2_EDP3])
+@pytest.mark.parametrize("case", [MOE, LEGACY])
 def test_mutant_with_swapped_ep_ranks_is_noticed(
     case: Case, topology: Topology
 ) -> None:
@@ -147,5 +161,5 @@ def test_mutant_with_swapped_ep_ranks_is_noticed(
     weights = {name.split(" ")[1] for name in unlike}
     experts = {name for name in muon_weights(case) if ".mlp.experts." in name}
     assert weights and weights <= experts
-    if topology == EP2_ETP2:  # a part of every expert went wrong
+    if topology == TP2_DP2_EP2:  # a part of every expert went wrong
         assert weights == experts

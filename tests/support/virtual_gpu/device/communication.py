@@ -21,11 +21,23 @@ from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from support.virtual_gpu.trace import RecordedMessage
 
 _REFUSED = (
-    "all_to_all all_to_all_single broadcast gather scatter send recv reduce "
-    "reduce_scatter gather_object broadcast_object_list scatter_object_list "
-    "all_gather_coalesced monitored_barrier all_reduce_coalesced "
-    "send_object_list recv_object_list batch_send_recv"
-).split()
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "scatter",
+    "reduce",
+    "reduce_scatter",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "all_gather_coalesced",
+    "monitored_barrier",
+    "all_reduce_coalesced",
+    "send_object_list",
+    "recv_object_list",
+    "batch_send_recv",
+)
 
 
 class VirtualNccl(Launcher):
@@ -130,9 +142,19 @@ class VirtualNccl(Launcher):
         part = Operation("recv", [], [tensor], (), receives=(message,))
         return self.run(part, group, True, peer)
 
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        work = self.isend(*args, **kwargs)
+        if work is not None:
+            work.wait()
+
+    def recv(self, *args: Any, **kwargs: Any) -> None:
+        work = self.irecv(*args, **kwargs)
+        if work is not None:
+            work.wait()
+
     def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Handle]:
         """One launch on the group's stream."""
-        groups = {self.group_of(op.group).name for op in p2p_op_list}
+        groups = {self.group(op.group).name for op in p2p_op_list}
         if len(groups) != 1:
             raise ValueError(
                 f"a batch of operations is over one group, got {sorted(groups)}"
@@ -149,14 +171,15 @@ class VirtualNccl(Launcher):
         """Replace torch.distributed's functions by these, also where a module imported
         one.
         """
-        own = [name for name in vars(VirtualNccl) if not name.startswith("__")]
-        functions = {name: getattr(self, name) for name in own}
-        functions |= {name: _refusing(name) for name in _REFUSED}
-        changes = {
-            id(getattr(distributed_c10d, name)): function
-            for name, function in functions.items()
-            if hasattr(distributed_c10d, name)
-        }
+        changes: dict[int, Any] = {}
+        for name in _FUNCTIONS:
+            original = getattr(distributed_c10d, name, None)
+            if original is not None:
+                changes[id(original)] = getattr(self, name)
+        for name in _REFUSED:
+            original = getattr(distributed_c10d, name, None)
+            if original is not None:
+                changes[id(original)] = _refusing(name)
         kept = list(_rebind(changes))
         try:
             yield
@@ -165,6 +188,24 @@ class VirtualNccl(Launcher):
                 setattr(module, name, original)
 
 
+_FUNCTIONS = (
+    "_coalescing_manager",
+    "all_reduce",
+    "all_gather_into_tensor",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "all_gather",
+    "reduce_scatter_tensor",
+    "barrier",
+    "all_gather_object",
+    "isend",
+    "irecv",
+    "send",
+    "recv",
+    "batch_isend_irecv",
+    "all_gather_single",
+    "reduce_scatter_single",
+)
 # older and newer names of the same
 for _name in ("_all_gather_base", "all_gather_single"):
     setattr(VirtualNccl, _name, VirtualNccl.all_gather_into_tensor)

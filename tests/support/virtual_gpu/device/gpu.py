@@ -28,7 +28,7 @@ _ROUNDING = 512  # bytes: what the caching allocator rounds a block up to
 _REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_unique2"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """An operation's schema, as the recorder needs it."""
 
@@ -39,10 +39,15 @@ class _Kind:
     fresh: bool  # it writes nothing and makes no view: results follow from shapes
 
 
-_OVERWRITING = set(
-    "copy_ _foreach_copy_ fill_ zero_ _foreach_zero_ uniform_ normal_ random_ "
-    "bernoulli_".split()
-)
+_OVERWRITING = {
+    "copy_",
+    "_foreach_copy_",
+    "fill_",
+    "zero_",
+    "_foreach_zero_",
+    "uniform_",
+}
+_OVERWRITING |= {"normal_", "random_", "bernoulli_"}
 
 
 def _kind(func: Any) -> _Kind:
@@ -69,10 +74,13 @@ _results: dict[Any, Any] = {}  # shapes of results, by operation and arguments
 class Gpu(TorchDispatchMode):
     """One virtual GPU; within ``with`` it is the process's only ``cuda`` device."""
 
-    def __init__(self) -> None:
+    def __init__(self, scalar: float = 0.0) -> None:
         super().__init__()
         self.trace = Trace()  # everything that happens
         self.stream = MAIN  # the current stream's name
+        self.scalar = (
+            scalar  # what ``item`` and its like give, converted to the tensor's dtype
+        )
         self._blocks = 0
         self._call: str | None = None
 
@@ -142,8 +150,8 @@ class Gpu(TorchDispatchMode):
             kind = _kinds[func] = _kind(func)
         special = _SPECIAL.get(kind.name)
         if special is not None:
-            result = special(self, args, kwargs)
-            if result is not NotImplemented:
+            done, result = special(self, func, args, kwargs)
+            if done:
                 return result
         inputs: list[VirtualTensor] = []
         inner = [_inner(x, inputs) for x in args]
@@ -230,7 +238,7 @@ class Gpu(TorchDispatchMode):
         return VirtualTensor(inner, block)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Shape:
     size: torch.Size
     stride: tuple[int, ...]
@@ -274,14 +282,14 @@ def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _phase_enter(gpu: Gpu, args: Any, kwargs: Any) -> Any:
+def _phase_enter(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     gpu.trace.enter(args[0])
-    return NotImplemented
+    return False, None
 
 
-def _phase_exit(gpu: Gpu, args: Any, kwargs: Any) -> Any:
+def _phase_exit(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     gpu.trace.leave()
-    return NotImplemented
+    return False, None
 
 
 _SPECIAL = {

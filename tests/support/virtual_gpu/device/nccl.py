@@ -32,7 +32,7 @@ from support.virtual_gpu.trace import (
 _numbers = itertools.count(1)
 
 
-@dataclass
+@dataclass(slots=True)
 class Operation:
     """One operation, alone or in a coalesced group."""
 
@@ -57,14 +57,20 @@ class Handle:
 
     synchronize = wait
 
+    def is_completed(self) -> bool:
+        return False
 
-@dataclass
+
+@dataclass(slots=True)
 class Coalescing:
     """The handle that ``_coalescing_manager`` gives: the work of all that is called
     within it.
     """
 
     works: list[Handle] = field(default_factory=list)
+
+    def append(self, work: Handle) -> None:
+        self.works.append(work)
 
     def wait(self) -> None:
         for work in self.works:
@@ -95,7 +101,7 @@ class Launcher:
         pair: int | None = None,
     ) -> Handle | None:
         """Record one launch; a single send or receive has a stream of its ``pair``."""
-        about = self.group_of(group)
+        about = self.group(group)
         rank = dist.get_rank(group)
         reads = [tensor for part in parts for tensor in part.reads]
         writes = [tensor for part in parts for tensor in part.writes]
@@ -137,7 +143,7 @@ class Launcher:
         )
         return Handle(self.gpu, number) if async_op else None
 
-    def group_of(self, group: Any) -> Group:
+    def group(self, group: Any) -> Group:
         group = dist.group.WORLD if group is None else group
         if group.group_name not in self._groups:
             self._groups[group.group_name] = _named(group)
@@ -160,7 +166,7 @@ class Launcher:
             work = self.launch(parts, group, bool(async_ops))
             parts.clear()  # its tensors are the caller's again
             if work is not None:
-                manager.works.append(work)
+                manager.append(work)
 
 
 def _named(group: Any) -> Group:

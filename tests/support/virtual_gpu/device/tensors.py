@@ -107,7 +107,7 @@ for _name in ("bool", "float", "int", "index"):
     setattr(VirtualTensor, f"__{_name}__", _naming(_name))
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class DeviceBlock:
     """Memory that the caching allocator gave out; it returns with the last tensor on
     it.
