@@ -48,6 +48,18 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def newer_option() -> Iterator[None]:
+    """Torch's newer option allows tf32, where the old one cannot be read then."""
+    if not hasattr(torch.backends.mkldnn, "matmul"):
+        pytest.skip("torch before 2.9 has the old option only")
+    option = torch.backends.cuda.matmul
+    before = option.fp32_precision
+    option.fp32_precision = "tf32"
+    yield
+    option.fp32_precision = before
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     gpu = parser.getgroup("tests/gpu", "as megatron-muon accept --help says")
     gpu.addoption("--device", choices=["cuda", "cpu"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 
 from megatron_muon.lab.doctor.rows import helper_suffix
 from support import PYTHON311, written
+from support.megatron_lm.scripts import CHECKOUT, needs_checkout
 from support.processes import python
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 # stands before the doctor's own code, in the same process: what another machine would
 # have
 NO_MEGATRON = "import sys; sys.modules['megatron'] = None"
@@ -199,15 +198,13 @@ def test_a_python_config_of_another_python_is_named(
     assert helper_suffix(tmp_path).fault == ""
 
 
-@pytest.mark.skipif(
-    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
-)
+@needs_checkout
 def test_a_checkout() -> None:
     done = doctor(str(CHECKOUT), path=(PYTHON311,))
     assert done.returncode == 0, done.stdout + done.stderr
     report = rows(done.stdout)
-    assert report["megatron-lm"].endswith(f"({Path(str(CHECKOUT)).resolve()})")
-    assert str(Path(str(CHECKOUT)).resolve()) in report["megatron-core"]
+    assert report["megatron-lm"].endswith(f"({CHECKOUT.resolve()})")
+    assert str(CHECKOUT.resolve()) in report["megatron-core"]
     assert report["patch"].startswith("is not in: ")
     assert report["training hooks"] == "all"
     assert report["python3-config"].endswith("python3-config")

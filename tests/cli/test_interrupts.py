@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -32,6 +33,14 @@ def processes_of(session: int) -> list[psutil.Process]:
     return processes
 
 
+def wait_until(is_over: Callable[[], bool], seconds: float) -> bool:
+    """Whether it is, after at most so many seconds."""
+    end = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < end:
+        time.sleep(0.05)
+    return is_over()
+
+
 BENCH = f"bench step {SMALL} --tp 1 --dp 2 --rounds 100000 --rows adamw"
 PLAN = "plan --model llama3-8b --tp 8 --world-size 16384"
 
@@ -50,13 +59,10 @@ def test_ctrl_c_ends_a_command_and_its_ranks(command: str, processes: int) -> No
         start_new_session=True,  # it hears of Ctrl-C whatever this process does
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    end = time.monotonic() + 120
     assert process.stderr is not None
     # its sign of life; what is heavy is imported behind it
     assert b": importing torch and Megatron\n" in process.stderr.readline()
-    while len(processes_of(process.pid)) < processes:
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+    assert wait_until(lambda: len(processes_of(process.pid)) >= processes, 120)
     time.sleep(0.5)  # until the command waits for the fork server, or for the ranks
     began = time.monotonic()
     # a terminal sends it to every process in the foreground
@@ -71,10 +77,7 @@ def test_ctrl_c_ends_a_command_and_its_ranks(command: str, processes: int) -> No
     assert (
         b"stopped, with all processes that it started; no result is written\n" in said
     )
-    end = time.monotonic() + 5
-    while (left := processes_of(process.pid)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert left == []
+    assert wait_until(lambda: processes_of(process.pid) == [], 5)
 
 
 def test_ranks_end_when_the_command_is_killed() -> None:
@@ -85,11 +88,9 @@ def test_ranks_end_when_the_command_is_killed() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], env=environment()) as command:
         started = psutil.Process(command.pid)
-        until = time.monotonic() + 100
         # a resource tracker, the fork server, and its two ranks
-        while len(ranks := started.children(recursive=True)) < 4:
-            assert time.monotonic() < until and command.poll() is None
-            time.sleep(0.1)
+        assert wait_until(lambda: len(started.children(recursive=True)) >= 4, 100)
+        ranks = started.children(recursive=True)
         command.kill()
     assert psutil.wait_procs(ranks, timeout=30)[1] == []
 
@@ -111,7 +112,4 @@ def test_what_a_rank_started_ends_with_it_when_it_is_killed() -> None:
         start_new_session=True,
     )
     assert command.wait(timeout=100) == 1
-    end = time.monotonic() + 20
-    while (left := processes_of(command.pid)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert left == []
+    assert wait_until(lambda: processes_of(command.pid) == [], 20)

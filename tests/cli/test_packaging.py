@@ -25,17 +25,8 @@ from megatron_muon.presence import core_version
 from support import ROOT
 
 VERSION = megatron_muon.__version__
-MADE = (  # by tests and builds, in a working tree
-    "__pycache__",
-    "*.egg-info",
-    ".*_cache",
-    ".venv*",
-    ".git",
-    ".hypothesis",
-    "build",
-    "dist",
-    "out",
-)
+# by tests and builds, in a working tree
+MADE = "__pycache__ *.egg-info .*_cache .venv* .git .hypothesis build dist out".split()
 
 
 def files(folder: Path) -> set[str]:
@@ -45,9 +36,10 @@ def files(folder: Path) -> set[str]:
     }
 
 
-def done(command: list[str], cwd: Path, **variables: object) -> str:
-    """What a command prints; the test fails where it fails."""
+def done(*words: str, cwd: Path = ROOT, **variables: object) -> str:
+    """What ``python WORDS`` prints; the test fails where it fails."""
     env = {**os.environ, **{key: str(value) for key, value in variables.items()}}
+    command = [sys.executable, *words]
     ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     return ended.stdout
@@ -65,7 +57,7 @@ def source(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked sdist."""
     folder = tmp_path_factory.mktemp("sdist")
     build = f"import setuptools.build_meta as build; build.build_sdist({str(folder)!r})"
-    done([sys.executable, "-c", build], tree)
+    done("-c", build, cwd=tree)
     (archive,) = folder.iterdir()
     assert archive.name == f"megatron_muon-{VERSION}.tar.gz"
     with tarfile.open(archive) as tar:
@@ -77,8 +69,8 @@ def source(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from the sdist as pip does, without network."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
-    done([*pip, "--no-build-isolation", "--wheel-dir", str(folder), "."], source)
+    pip = "-m pip wheel --quiet --no-index --no-deps --no-build-isolation".split()
+    done(*pip, "--wheel-dir", str(folder), ".", cwd=source)
     (archive,) = folder.iterdir()
     return zipfile.ZipFile(archive)
 
@@ -99,22 +91,12 @@ def test_the_sdist_has_tests_examples_and_patches_whole(
 
 def test_the_sdists_tests_run(source: Path) -> None:
     """Two that read the package, the patches and the examples."""
-    chosen = ["tests/cli/test_patch.py", "tests/megatron_lm/test_examples.py"]
+    words = "-m pytest -q -p no:cacheprovider".split()
+    words += ["tests/cli/test_patch.py", "tests/megatron_lm/test_examples.py"]
     quick = "goes_in or folder_is_complete"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *chosen,
-        "-k",
-        quick,
-    ]
-    assert " passed" in done(command, source, PYTHONPATH=source)
+    assert " passed" in done(*words, "-k", quick, cwd=source, PYTHONPATH=source)
     where = "import megatron_muon; print(megatron_muon.__file__)"
-    assert str(source) in done([sys.executable, "-c", where], source, PYTHONPATH=source)
+    assert str(source) in done("-c", where, cwd=source, PYTHONPATH=source)
 
 
 def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
@@ -123,10 +105,8 @@ def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
     names = set(wheel.namelist())
     patches = {f"megatron_muon/patches/{name}" for name in files(ROOT / "patches")}
     assert patches | {"megatron_muon/py.typed"} <= names
-    modules = {
-        path.relative_to(ROOT) for path in (ROOT / "megatron_muon").rglob("*.py")
-    }
-    assert {str(module) for module in modules} <= names
+    modules = (ROOT / "megatron_muon").rglob("*.py")
+    assert {str(path.relative_to(ROOT)) for path in modules} <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"megatron_muon", f"megatron_muon-{VERSION}.dist-info"}
     scripts = wheel.read(f"megatron_muon-{VERSION}.dist-info/entry_points.txt").decode()
@@ -141,10 +121,8 @@ def test_pip_brings_a_megatron_core_only_where_it_is_asked_for(
     (core,) = (line for line in wanted if line.startswith("megatron-core"))
     assert core.endswith("extra=='core'") or core.endswith('extra=="core"')
     assert "core" in metadata.get_all("Provides-Extra", [])
-    for requirements in (
-        "tests/requirements.txt",
-        "examples/quickstart/requirements.txt",
-    ):
+    for folder in ("tests", "examples/quickstart"):
+        requirements = f"{folder}/requirements.txt"
         assert "\nmegatron-core==" in (ROOT / requirements).read_text()
 
 
@@ -166,23 +144,16 @@ def test_every_extra_stands_in_usage_and_te_brings_its_library(
 
 
 def test_the_version_stands_in_one_place() -> None:
-    sources = [
-        ROOT / "setup.py",
-        ROOT / "pyproject.toml",
-        *(ROOT / "megatron_muon").rglob("*.py"),
-    ]
-    has = [
-        str(path.relative_to(ROOT))
-        for path in sources
-        if f'"{VERSION}"' in path.read_text()
-    ]
-    assert has == ["megatron_muon/version.py"]
+    sources = [ROOT / "setup.py", ROOT / "pyproject.toml"]
+    sources += (ROOT / "megatron_muon").rglob("*.py")
+    has = [path for path in sources if f'"{VERSION}"' in path.read_text()]
+    assert has == [ROOT / "megatron_muon" / "version.py"]
 
 
 @pytest.mark.parametrize("module", ["megatron_muon", "megatron_muon.__main__"])
 def test_the_launcher_and_the_command_say_their_version(module: str) -> None:
     """One line for a report of a fault; torch is not imported for it."""
-    said = done([sys.executable, "-m", module, "--version"], ROOT, PYTHONPATH=ROOT)
+    said = done("-m", module, "--version", PYTHONPATH=ROOT)
     names = {"megatron-muon": VERSION, "megatron-core": core_version()}
     names |= {"torch": version("torch"), "Python": platform.python_version()}
     assert said == ", ".join(f"{name} {text}" for name, text in names.items()) + "\n"
@@ -215,9 +186,7 @@ print(main(["patch"]))
 
 
 def test_every_entry_says_how_to_get_a_megatron_core() -> None:
-    lines = done(
-        [sys.executable, "-c", WITHOUT_CORE], ROOT, PYTHONPATH=ROOT
-    ).splitlines()
+    lines = done("-c", WITHOUT_CORE, PYTHONPATH=ROOT).splitlines()
     says = (
         "there is no megatron.core: pip install megatron-core, or put a Megatron-LM "
         "checkout"

@@ -6,14 +6,9 @@ With the scripts of Megatron-LM too where MEGATRON_LM_PATH names a checkout.
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
 from support.installed import VERSION
+from support.megatron_lm.scripts import CHECKOUT, needs_checkout
 from support.processes import python
-
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 
 # Run in a process of its own, whose modules no other test has changed. Everything that
 # install() would import is imported before, since an import is no change that can be
@@ -99,9 +94,7 @@ def test_install_and_uninstall_leave_every_object_in_its_place() -> None:
     assert "PASSED ON True" in lines
 
 
-@pytest.mark.skipif(
-    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
-)
+@needs_checkout
 def test_hooks_in_megatron_lms_scripts_leave_every_object_in_its_place() -> None:
     lines = _lines(True, str(CHECKOUT))
     assert [line for line in lines if line.startswith("AFTER")] == ["AFTER []"] * 2

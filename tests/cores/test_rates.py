@@ -38,16 +38,16 @@ ITERATIONS = {"warm-up unfinished": 3, "warm-up finished": 12}
 class Flags:
     """The flags of a run that its rates depend on."""
 
-    lr: float
-    min_lr: float
     style: str
-    warmup: int
-    decay: int
     start_wd: float
-    end_wd: float
     decoupled: float | None
-    multipliers: tuple[tuple[str, float], ...] = ()
-    by_pattern: tuple[str, ...] = ()
+    multipliers: tuple[tuple[str, float], ...]
+    by_pattern: tuple[str, ...]
+    lr: float = 1e-2
+    min_lr: float = 1e-3
+    warmup: int = 5
+    decay: int = 20
+    end_wd: float = 0.1
 
     def optimizer(self, name: str) -> Any:
         """Megatron's optimizer over a model of its own."""
@@ -57,10 +57,8 @@ class Flags:
         config = optimizer_config(built)
         config.lr, config.min_lr = self.lr, self.min_lr
         if self.decoupled is not None:
-            config.decoupled_lr, config.decoupled_min_lr = (
-                self.decoupled,
-                self.decoupled / 10,
-            )
+            config.decoupled_lr = self.decoupled
+            config.decoupled_min_lr = self.decoupled / 10
         more = {}
         if VERSION >= (0, 16):
             more = {"config_overrides": core.get_standard_config_overrides(config)}
@@ -93,13 +91,8 @@ class Flags:
 
 def _flags(style: str, grows: bool, decoupled: bool, own: str) -> Flags:
     return Flags(
-        lr=1e-2,
-        min_lr=1e-3,
         style=style,
-        warmup=5,
-        decay=20,
         start_wd=0.01 if grows else 0.1,
-        end_wd=0.1,
         decoupled=1e-3 if decoupled else None,
         multipliers=MULTIPLIERS if own == "multipliers" else (),
         by_pattern=BY_PATTERN if own == "by pattern" else (),
@@ -110,17 +103,15 @@ def _others(old: Flags) -> Flags:
     """Flags of which each is another, but for the parameters that have rates of their
     own.
     """
-    return Flags(
+    return replace(
+        old,
         lr=1e-4,
         min_lr=1e-5,
-        style=old.style,
         warmup=8,
         decay=30,
         start_wd=2 * old.start_wd,
         end_wd=2 * old.end_wd,
-        decoupled=None if old.decoupled is None else 5e-4,
-        multipliers=old.multipliers,
-        by_pattern=old.by_pattern,
+        decoupled=old.decoupled and 5e-4,
     )
 
 

@@ -79,75 +79,18 @@ EXCEPTIONS = {
         "a mark since 0.20, in modules whose import needs kernels for a GPU"
     ),
 }
-# Arguments that are read after Megatron-LM has checked them; the namespace exists only
-# then.
-ARGUMENTS = (
-    # what is loaded and saved, and where
-    "save",
-    "load",
-    "finetune",
-    "no_load_optim",
-    "override_opt_param_scheduler",
-    "use_dist_ckpt",
-    "non_persistent_ckpt_type",
-    "non_persistent_global_ckpt_dir",
-    # how many buckets there are, over how many ranks
-    "ddp_num_buckets",
-    "ddp_bucket_size",
-    "overlap_grad_reduce",
-    "world_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "expert_model_parallel_size",
-    "num_distributed_optimizer_instances",
-    # the sizes of the first pipeline stage, which that number comes from
-    "hidden_size",
-    "ffn_hidden_size",
-    "kv_channels",
-    "num_layers",
-    "num_experts",
-    "num_attention_heads",
-    "num_query_groups",
-    "group_query_attention",
-    "moe_ffn_hidden_size",
-    "moe_grouped_gemm",
-    "moe_layer_freq",
-    "swiglu",
-    "moe_shared_expert_intermediate_size",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "add_bias_linear",
-    "normalization",
-    "position_embedding_type",
-    "qk_layernorm",
-    "vocab_size",
-    "untie_embeddings_and_output_weights",
-    "decoder_first_pipeline_num_layers",
-)
-# Arguments that are read before Megatron-LM has checked them, or that only some
-# versions have.
-UNCHECKED_ARGUMENTS = {
-    "optimizer": "the first thing that the wrapper of validate_args reads",
-    "use_distributed_optimizer": (
-        "read before Megatron's checks, some of which fail without it"
-    ),
-    "dump_param_to_param_group_map": (
-        "with 0.16 and 0.17, passed on to get_megatron_optimizer"
-    ),
-    "curr_iteration": (
-        "the number of steps before this one, read within the training loop"
-    ),
-    "perform_rl_step": "read only if the namespace has it",
-    "yaml_cfg": "read only if the namespace has it",
-    "use_pytorch_profiler": "read only if the namespace has it",
-    "ckpt_step": "read only if the namespace has it",
-    "pretrained_checkpoint": "read only if the namespace has it",
+# Arguments that are read, after Megatron-LM has checked them but for the first two.
+ARGUMENTS = {
+    "arguments:optimizer",  # the first thing that the wrapper of validate_args reads
+    # before Megatron's checks, some of which fail without it
+    "arguments:use_distributed_optimizer",
+    # what is loaded
+    "arguments:finetune",
+    "arguments:no_load_optim",
+    # how many buckets there are
+    "arguments:ddp_num_buckets",
+    "arguments:ddp_bucket_size",
+    "arguments:overlap_grad_reduce",
 }
 # Modules that are named in a text with a gap, and what fills it.
 GAPS = {
@@ -168,15 +111,9 @@ TABLES = (
     *(f"mcore/seams/{path.name}" for path in PACKAGE.glob("mcore/seams/*.py")),
 )
 EVERY_OBJECTS = (
-    "__class__",
-    "__dict__",
-    "__file__",
-    "__init__",
-    "__name__",
-    "__new__",
-    "__path__",
-)
-EVERY_OBJECTS += ("__module__", "__qualname__")
+    "__class__ __dict__ __file__ __init__ __name__ __new__ __path__ __module__ "
+    "__qualname__"
+).split()
 
 
 def in_no_row(use: Use) -> bool:
@@ -206,12 +143,7 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
         return True
     if owner == "arguments":
         ours = {flag.dest for flag in FLAGS} | OURS
-        return (
-            use.defaulted
-            or name in ARGUMENTS
-            or name in UNCHECKED_ARGUMENTS
-            or name in ours
-        )
+        return use.defaulted or use.symbol in ARGUMENTS or name in ours
     if owner == "parameter":
         return hasattr(torch.nn.Parameter, name)
     if owner == "ChainedOptimizer" and name in ("param_groups", "state", "step"):
@@ -270,7 +202,7 @@ def test_the_virtual_gpu_uses_only_symbols_in_a_row(
 
 def test_every_exception_is_used() -> None:
     used = {use.symbol for use in uses_in(PACKAGE)}
-    assert EXCEPTIONS.keys() <= used and GAPS.keys() <= used
+    assert {*EXCEPTIONS, *GAPS, *ARGUMENTS} <= used
 
 
 def test_a_use_that_is_in_no_row_is_found() -> None:

@@ -47,6 +47,10 @@ OPTIONAL = rows_of(VERSION, (*core_seams.REFUSALS, *OF_COMMANDS))
 IS_RELEASE = rows.described_version() == NAME
 
 
+def named(row: Row) -> str:
+    return str(row).removeprefix("megatron.core.")
+
+
 @pytest.fixture(autouse=True)
 def _not_installed() -> Iterator[None]:
     yield
@@ -88,9 +92,7 @@ def _rename(holder: Any, name: str, undo: ExitStack) -> None:
     undo.callback(delattr, holder, f"{name}_of_a_fork")
 
 
-@pytest.mark.parametrize(
-    "row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core.")
-)
+@pytest.mark.parametrize("row", ROWS, ids=named)
 def test_install_names_a_symbol_that_was_renamed(row: Row) -> None:
     needed = f"has no {row}, which megatron_muon needs: {row.relied_on}"
     with renamed(row):
@@ -106,9 +108,7 @@ def test_install_names_a_symbol_that_was_renamed(row: Row) -> None:
     rows.check_hooks()
 
 
-@pytest.mark.parametrize(
-    "row", READ, ids=lambda row: str(row).removeprefix("megatron.core.")
-)
+@pytest.mark.parametrize("row", READ, ids=named)
 def test_doctor_names_a_symbol_that_was_renamed(row: Row) -> None:
     needed = f"has no {row}, which megatron_muon needs: {row.relied_on}"
     check_row(row, NAME)
@@ -131,9 +131,7 @@ def test_a_core_that_is_no_release_is_named_by_what_it_has(
     )
 
 
-@pytest.mark.parametrize(
-    "row", OPTIONAL, ids=lambda row: str(row).removeprefix("megatron.core.")
-)
+@pytest.mark.parametrize("row", OPTIONAL, ids=named)
 def test_what_only_a_refusal_or_a_command_needs_stops_no_run(
     row: Row,
 ) -> None:

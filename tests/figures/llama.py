@@ -90,11 +90,11 @@ def contiguous_bucket_size() -> int:
     return sum(weight.numel for weight in buffer) // chosen.number
 
 
-def _cells(sizes: Sequence[int], config: MuonConfig, bucket_size: int | None) -> str:
+def _cells(sizes: Sequence[int], bucket_size: int | None) -> str:
     cells = []
     for dp_size in sizes:
         size = stock_bucket_size(dp_size) if bucket_size is None else bucket_size
-        plan, share = llama_plan(dp_size, config, size)
+        plan, share = llama_plan(dp_size, MuonConfig(), size)
         buckets = sum(1 for _ in in_buckets(whole_buffer(), size, dp_size))
         flops = plan.ns_flops()
         busiest = max(flops) * dp_size / sum(flops)
@@ -107,16 +107,14 @@ def main() -> None:
     sizes = (8, 64, 512)
     print("buckets, bytes over AdamW's on an average rank, Newton-Schulz of")
     print("the busiest rank over the mean")
-    print(f"{'':33}" + "   ".join(f"{f'DP {size}':>18}" for size in sizes))
+    print(f"{'':15}" + "   ".join(f"{f'DP {size}':>18}" for size in sizes))
     few = contiguous_bucket_size()
     for title, bucket_size in (
         ("one bucket", WHOLE),
         ("overlap", few),
         ("stock buckets", None),
     ):
-        for homes in ("balanced", "local"):
-            cells = _cells(sizes, MuonConfig(homes=homes), bucket_size)
-            print(f"{f'{title}, {homes}':33}{cells}")
+        print(f"{title:15}{_cells(sizes, bucket_size)}")
 
 
 if __name__ == "__main__":

@@ -72,10 +72,9 @@ def _sizes(hidden: int, tp: int) -> str:
 def _optimizer(dtype: str, chunks: list[Any], timers: Any) -> Any:
     import megatron.core.optimizer as core
 
-    fused: dict[str, Any] = (
-        {"use_precision_aware_optimizer": True} if dtype in FUSED else {}
-    )
+    fused: dict[str, Any] = {}
     if dtype in FUSED:
+        fused["use_precision_aware_optimizer"] = True
         fused["exp_avg_dtype"], fused["exp_avg_sq_dtype"] = FUSED[dtype]
     if dtype == "host":
         hybrid_on_cpu.install()
@@ -91,16 +90,20 @@ def _optimizer(dtype: str, chunks: list[Any], timers: Any) -> Any:
 
 @torch.no_grad()
 def _draw(chunk: Any, seed: int) -> None:
+    tp = torch.distributed.get_world_size()
     for name, param in chunk.named_parameters():
         if param.dim() > 1:
             numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
             shape = list(param.shape)
-            tp = torch.distributed.get_world_size()
-            cut = param.partition_dim if tp > 1 and param.tensor_model_parallel else 0
-            shape[cut] *= tp if tp > 1 and param.tensor_model_parallel else 1
+            is_cut = tp > 1 and param.tensor_model_parallel
+            if is_cut:
+                shape[param.partition_dim] *= tp
             whole = 0.02 * torch.randn(shape, generator=numbers)
-            own = torch.distributed.get_rank() if shape != list(param.shape) else 0
-            param.copy_(whole.split(param.shape[cut], cut)[own])
+            if is_cut:
+                whole = whole.chunk(tp, param.partition_dim)[
+                    torch.distributed.get_rank()
+                ]
+            param.copy_(whole)
 
 
 def _windows(text: Any, seq: int, seed: int, number: int, count: int) -> torch.Tensor:
@@ -130,9 +133,8 @@ def _built(dtype: str, sizes: str, period: int = 1) -> building.Built:
     row = row_of("muon-contiguous")
     timers = StepTimers(torch.device(torch.cuda.current_device()))
     held = dtype if dtype in OURS else "fp32"
-    row = replace(
-        row, config=replace(row.config, momentum_dtype=held, full_period=period)
-    )
+    config = replace(row.config, momentum_dtype=held, full_period=period)
+    row = replace(row, config=config)
     made = lambda row, chunks, timers: _optimizer(dtype, chunks, timers)  # noqa: E731
     with mock.patch.object(building, "_optimizer", made):
         return building.build(row, parsed(sizes.split()), timers)
@@ -149,11 +151,7 @@ def counted(dtype: str) -> str:
         for shard in part._shard_of.values():
             of_muon = part.muon.owns(shard)
             if dtype == "host":
-                keys = (
-                    ("param", "exp_avg")
-                    if of_muon
-                    else ("param", "exp_avg", "exp_avg_sq")
-                )
+                keys = ["param", "exp_avg"] + ["exp_avg_sq"] * (not of_muon)
                 held = [part.states._held(shard, key) for key in keys]
             else:
                 held = [*part.optimizer.state[shard].values()]

@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -30,43 +30,32 @@ _PP16 = "--pp 16 --decoder-last-pipeline-num-layers 1"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A model, and ``(ranks, further flags, how they are divided)`` of each row."""
+class World:
+    """A model on a number of ranks, and how they are divided."""
 
     name: str
-    preset: str
-    worlds: tuple[tuple[int, str, str], ...]
+    size: int
+    flags: str
 
 
-def _worlds(words: str, name: str, *sizes: int) -> tuple[tuple[int, str, str], ...]:
-    return tuple((size, words, name) for size in sizes)
+def _worlds(
+    name: str, preset: str, words: str, sizes: Sequence[int] = (32, 256, 1024, 4096)
+) -> list[World]:
+    flags = f"--model {preset} {words} {OVERLAP}"
+    return [World(name, size, f"{flags} --world-size {size}") for size in sizes]
 
 
-MODELS = (
-    Model("Llama-3-8B", "llama3-8b", _worlds("--tp 2", "TP2", 32, 256, 1024, 4096)),
-    Model(
-        "Llama-3-70B",
-        "llama3-70b",
-        _worlds("--tp 8 --pp 4", "TP8 PP4", 32, 256, 1024, 4096),
-    ),
-    Model(
-        "Qwen3-30B-A3B", "qwen3-30b-a3b", _worlds("--ep 8", "EP8", 32, 256, 1024, 4096)
-    ),
-    Model(
-        "Moonlight 16B",
-        "moonlight-16b-a3b",
-        _worlds("--ep 8", "EP8", 32, 256, 1024, 4096),
-    ),
-    *(
-        Model(
-            name,
-            preset,
-            _worlds(f"{_PP16} --ep 16", "PP16 EP16", 256)
-            + _worlds(f"{_PP16} --ep 64", "PP16 EP64", 1024, 4096),
-        )
-        for name, preset in (("DeepSeek-V3", "deepseek-v3"), ("Kimi K2", "kimi-k2"))
-    ),
-)
+WORLDS = [
+    *_worlds("Llama-3-8B TP2", "llama3-8b", "--tp 2"),
+    *_worlds("Llama-3-70B TP8 PP4", "llama3-70b", "--tp 8 --pp 4"),
+    *_worlds("Qwen3-30B-A3B EP8", "qwen3-30b-a3b", "--ep 8"),
+    *_worlds("Moonlight 16B EP8", "moonlight-16b-a3b", "--ep 8"),
+]
+for _name, _preset in (("DeepSeek-V3", "deepseek-v3"), ("Kimi K2", "kimi-k2")):
+    for _ep, _sizes in ((16, (256,)), (64, (1024, 4096))):
+        _words = f"{_PP16} --ep {_ep}"
+        WORLDS += _worlds(f"{_name} PP16 EP{_ep}", _preset, _words, _sizes)
+GIB = 1 << 30
 _NARROW = "--use-precision-aware-optimizer"
 STATES = {
     "fp32": "",
@@ -94,41 +83,26 @@ def main() -> None:
         print(f"| | {' | '.join(STATES)} |\n|---|{'--:|' * len(STATES)}", flush=True)
     else:
         print(f"{HEAD}\n|---|--:|{'--:|' * 6}")
-    for model in MODELS:
-        if given.words and not any(word in model.name for word in given.words):
+    for world in WORLDS:
+        if given.words and not any(word in world.name for word in given.words):
             continue
-        for line in (by_state if given.states else rows)(model, given.flags):
-            print(line, flush=True)
+        flags = f"{world.flags} {given.flags}"
+        if not given.states:
+            cells = " | ".join(_cells(planned(flags.split())))
+            print(f"| {world.name} | {world.size:,} | {cells} |", flush=True)
+        elif world.size == 256:
+            cells = " | ".join(_held(f"{flags} {states}") for states in STATES.values())
+            print(f"| {world.name} × {world.size} | {cells} |", flush=True)
 
 
-def by_state(model: Model, more: str) -> Iterator[str]:
-    """A line for the world of 256 ranks."""
-    size, words, name = next(world for world in model.worlds if world[0] == 256)
-    argv = f"--model {model.preset} {OVERLAP} {words} --world-size {size} {more}"
-    cells = []
-    for flags in STATES.values():
-        plan = planned(f"{argv} {flags}".split())
-        held = [kind.row("contiguous") for kind in plan.kinds]
-        host, rest = (
-            max(each)
-            for each in zip(
-                *((r.host, sum(r.rest.values())) for r in held), strict=True
-            )
-        )
-        cell = f"{rest / (1 << 30):.1f} / {plan.peak('contiguous') / (1 << 30):.1f}"
-        cells.append(f"{cell}, {host / (1 << 30):.1f}" if host else cell)
-    yield f"| {model.name} {name} × {size} | {' | '.join(cells)} |"
-
-
-def rows(model: Model, more: str) -> Iterator[str]:
-    """A line for each of its worlds."""
-    for size, words, name in model.worlds:
-        argv = (
-            f"--model {model.preset} {OVERLAP} {words} --world-size {size} {more}"
-        ).split()
-        yield (
-            f"| {model.name} {name} | {size:,} | {' | '.join(_cells(planned(argv)))} |"
-        )
+def _held(flags: str) -> str:
+    """GiB of the fullest rank: at rest / at the peak, and what is on the host."""
+    plan = planned(flags.split())
+    rows = [kind.row("contiguous") for kind in plan.kinds]
+    rest = max(sum(row.rest.values()) for row in rows) / GIB
+    host = max(row.host for row in rows) / GIB
+    cell = f"{rest:.1f} / {plan.peak('contiguous') / GIB:.1f}"
+    return f"{cell}, {host:.1f}" if host else cell
 
 
 def planned(argv: list[str]) -> RunPlan:

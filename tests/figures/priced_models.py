@@ -9,14 +9,13 @@ with torch's products and with a library's symmetric kernel.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
 from figures.stages import stage_of, step_of
-from megatron_muon.lab.pricing.hardware import Hardware
-from megatron_muon.lab.pricing.presets import hardware_of
+from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import price_adamw
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from megatron_muon.orthogonalize.numerics import Device
@@ -76,33 +75,30 @@ HEAD = (
 
 def main() -> None:
     """Print a row as soon as it is priced."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--set", action="append", default=[])
-    parser.add_argument(
-        "--flags", default="", help="further flags of megatron-muon plan"
-    )
-    given = parser.parse_args()
-    hardware = hardware_of(given.hardware, given.set)
     print(f"{HEAD}\n|---|{'--:|' * 7}")
-    for case in CASES:
-        if not given.words or any(word in case.name for word in given.words):
-            cells = _cells(f"{case.words} {given.flags}", hardware)
-            print(f"| {' | '.join([case.name, *cells])} |", flush=True)
+    for case in chosen(CASES):
+        print(f"| {' | '.join([case.name, *_cells(case.words)])} |", flush=True)
 
 
-def _cells(words: str, hardware: Hardware) -> Iterator[str]:
+def chosen(cases: Iterable[Case]) -> Iterator[Case]:
+    """Those whose name has one of the command line's words; all where it has none."""
+    words = sys.argv[1:]
+    for case in cases:
+        if not words or any(word in case.name for word in words):
+            yield case
+
+
+def _cells(words: str) -> Iterator[str]:
     config, whole = stage_of(f"{words} --muon-split-matrices off")
-    yield _ms(price_adamw(whole, hardware))
+    yield _ms(price_adamw(whole, H100))
     for preset in get_args(Preset):
         own = f"{words} --muon-preset {preset}"
-        yield _ms(step_of(own, hardware).seconds)
-        yield _ms(step_of(own, hardware, "cuda_symmetric").seconds)
+        yield _ms(step_of(own).seconds)
+        yield _ms(step_of(own, "cuda_symmetric").seconds)
     devices: tuple[Device, ...] = "cuda", "cuda_symmetric"
     for device in devices:
         times = [
-            price_layer_wise(whole, config, hardware, mode, device)[0].seconds
+            price_layer_wise(whole, config, H100, mode, device)[0].seconds
             for mode in get_args(TpMode)
         ]
         yield " / ".join(map(_ms, times)) if len(set(times)) > 2 else _ms(times[1])

@@ -43,7 +43,7 @@ def over_bounds(tried: Iterable[Trial], restarts: Sequence[int]) -> tuple[float,
     return error, top
 
 
-def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | None:
+def found(name: str, steps: int, field: str) -> tuple[int, ...] | None:
     """The list of one field of ``Restarts``."""
     few, every = list(trials(name, steps, field, FEW)), None
     for length in range(steps - 1):
@@ -51,7 +51,7 @@ def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | No
         for restarts in itertools.combinations(range(1, steps), length):
             if max(over_bounds(few, restarts)) > 1:
                 continue
-            every = every or list(trials(name, steps, field, range(count)))
+            every = every or list(trials(name, steps, field, range(COUNT)))
             worst = max(over_bounds(every, restarts))
             accurate += [(worst, restarts)] if worst <= 1 else []
         if accurate:
@@ -62,28 +62,20 @@ def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | No
 def main() -> None:
     """Print a line for each list."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "names", nargs="*", metavar="SET", help="default: all with restarts"
-    )
-    parser.add_argument("--steps", type=int)
-    parser.add_argument(
-        "--fields", nargs="+", default=Restarts._fields, choices=Restarts._fields
-    )
-    parser.add_argument("--count", type=int, default=COUNT, help="of drawn matrices")
+    parser.add_argument("names", nargs="*", metavar="SET", default=[*SETS])
     parser.add_argument("--find", action="store_true")
     given = parser.parse_args()
-    for name in given.names or SETS:
-        for steps in [given.steps] if given.steps else SETS[name].restarts:
-            for field in given.fields:
+    for name in given.names:
+        for steps in SETS[name].restarts or [SETS[name].steps]:
+            for field in Restarts._fields:
                 recorded = getattr(SETS[name].restarts.get(steps), field, None)
                 said = f"{name}, {steps} steps, {field}: {recorded}"
                 if given.find:
-                    said += f", found {found(name, steps, field, given.count)}"
+                    said += f", found {found(name, steps, field)}"
                 elif recorded is not None:
-                    every = trials(name, steps, field, range(given.count))
-                    said += ", error {:.2f}, largest value {:.2f} of the bound".format(
-                        *over_bounds(every, recorded)
-                    )
+                    every = trials(name, steps, field, range(COUNT))
+                    error, top = over_bounds(every, recorded)
+                    said += f", error {error:.2f}, largest value {top:.2f} of the bound"
                 print(said, flush=True)
 
 

@@ -73,14 +73,14 @@ class Compared:
         return self.predicted.seconds / self.measured - 1
 
 
-def compared(case: Case, repeats: int = 3) -> Compared:
+def compared(case: Case) -> Compared:
     """The fastest of some steps: what else runs on the machine only makes steps
     slower.
     """
     plan = case.plan
     idle = Optimizer(plan, (0,) * plan.size)
     predicted = price_step([idle], case.config, sleeping(case, plan), device="cpu")
-    steps = run(_steps, plan.size, case, repeats)
+    steps = run(_steps, plan.size, case)
     return Compared(predicted, min(map(max, zip(*steps, strict=True))))
 
 
@@ -105,7 +105,7 @@ def _second_per_flop(case: Case, plan: ExchangePlan) -> float:
     return case.seconds * plan.size / sum(plan.flops)
 
 
-def _steps(case: Case, repeats: int) -> list[float]:
+def _steps(case: Case) -> list[float]:
     """On a rank: seconds of each step, after one that makes the connections."""
     plan, rank = case.plan, dist.get_rank()
     second = _second_per_flop(case, plan)
@@ -128,7 +128,7 @@ def _steps(case: Case, repeats: int) -> list[float]:
     muon, groups, states = muon_of(plan, rank, numerics, dist.group.WORLD, cpu)
     times = []
     with mock.patch.object(muon_rule, "orthogonalize_staged", orthogonalize_staged):
-        for _ in range(1 + repeats):
+        for _ in range(4):
             dist.barrier()
             start = time.perf_counter()
             muon.step(groups, states, lambda: None)

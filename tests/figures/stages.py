@@ -9,7 +9,6 @@ import warnings
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon.lab.dry_run.optimizers import optimizer_of
 from megatron_muon.lab.plan.command import command_line
-from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.lab.pricing.work import Optimizer
@@ -32,14 +31,7 @@ def stage_of(words: str, device: Device = "cuda") -> tuple[MuonConfig, list[Opti
     return run.config, [optimizer_of(part) for part in parts]
 
 
-def step_of(words: str, hardware: Hardware = H100, device: Device = "cuda") -> StepTime:
-    """The priced step of that stage."""
+def step_of(words: str, device: Device = "cuda") -> StepTime:
+    """The step of that stage, priced for H100s."""
     config, optimizers = stage_of(words, device)
-    return price_step(optimizers, config, hardware, device=device)
-
-
-def hardware_of(link: float, node: float) -> Hardware:
-    """An H100 whose links reach these speeds."""
-    speeds = {"node_gbytes": node, "pair_gbytes": node, "network_gbytes": link}
-    whole = dict.fromkeys(("node_efficiency", "network_efficiency"), 1.0)
-    return H100.with_values(speeds | whole, "the test")
+    return price_step(optimizers, config, H100, device=device)

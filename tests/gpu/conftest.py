@@ -21,9 +21,7 @@ from megatron_muon.lab.accept.results import (
     Figure,
 )
 from support.gpu.environment import described
-from support.gpu.settings import Settings, settings_of
-
-Report = Callable[..., None]
+from support.gpu.settings import Check, Report, Settings, settings_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,7 +71,7 @@ def report(record_property: Callable[[str, object], None]) -> Report:
 
 
 @pytest.fixture
-def needs_gpu(settings: Settings) -> Callable[[], None]:
+def needs_gpu(settings: Settings) -> Check:
     """Called once the code has run: without a GPU the claim itself was not held."""
 
     def check() -> None:

@@ -4,15 +4,13 @@ bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from megatron_muon.lab.accept.results import Figure
 from support.gpu import bits
 from support.gpu.model import on_ranks
-from support.gpu.settings import Settings
+from support.gpu.settings import Check, Report, Settings
 from support.virtual_gpu.step import virtual_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -34,8 +32,8 @@ def found(settings: Settings) -> bits.Bits:
 def test_momentum_norm_and_update_have_a_cpus_bits(
     way: str,
     found: bits.Bits,
-    needs_gpu: Callable[[], None],
-    report: Callable[..., None],
+    needs_gpu: Check,
+    report: Report,
 ) -> None:
     ways = {each.way: each.differ for each in found.elementwise}
     if not ways:  # the same code, without its values
@@ -50,7 +48,7 @@ def test_momentum_norm_and_update_have_a_cpus_bits(
 
 @pytest.mark.parametrize("name", [bits.name_of(config) for config in bits.configs()])
 def test_its_error_to_float64_is_bounded(
-    name: str, found: bits.Bits, report: Callable[..., None]
+    name: str, found: bits.Bits, report: Report
 ) -> None:
     errors = [error for error in found.errors if error.name.startswith(f"{name}, ")]
     if not errors:
@@ -70,7 +68,7 @@ def test_its_error_to_float64_is_bounded(
 
 
 def test_the_same_matrix_twice_gives_the_same_bits(
-    found: bits.Bits, report: Callable[..., None]
+    found: bits.Bits, report: Report
 ) -> None:
     report(text="every dtype and iteration; zero gives zeros")
     assert found.twice == ()

@@ -8,7 +8,6 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from megatron_muon.lab.ranks import RankError
 from support.gpu.checkpoint import CLAIMS, load_and_switch, save_and_be_killed
 from support.gpu.model import on_ranks
-from support.gpu.settings import Settings
+from support.gpu.settings import Report, Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SECONDS = 140.0  # of each set
@@ -43,7 +42,7 @@ def loaded(settings: Settings, saved: tuple[Path, str]) -> list[dict[str, Any]]:
 
 
 def test_a_rank_is_killed_during_a_save(
-    saved: tuple[Path, str], report: Callable[..., None]
+    saved: tuple[Path, str], report: Report
 ) -> None:
     folder, ended = saved
     assert "rank 0 died, exit code -9" in ended

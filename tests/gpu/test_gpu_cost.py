@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,11 +13,9 @@ from megatron_muon.lab.pricing.presets import hardware_of
 from support.gpu import cost
 from support.gpu.model import flags_of, row_of
 from support.gpu.predicted import PredictedStep, predicted
-from support.gpu.settings import Settings
+from support.gpu.settings import Check, Report, Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-Report = Callable[..., None]
-Check = Callable[[], None]
 
 
 @pytest.fixture(scope="module")

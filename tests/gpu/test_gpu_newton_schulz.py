@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from megatron_muon.lab.accept.results import Figure
 from support.gpu import bits
 from support.gpu.model import on_ranks
-from support.gpu.settings import Settings, ended
+from support.gpu.settings import Report, Settings, ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -27,7 +26,7 @@ def rows_of(settings: Settings, file: Path, words: str) -> list[Any]:
 
 
 def test_it_is_timed_beside_other_packages(
-    settings: Settings, report: Callable[..., None], tmp_path: Path
+    settings: Settings, report: Report, tmp_path: Path
 ) -> None:
     gpu, cpu = "--shapes 2048x2048 4096x14336 --rounds 9", "--shapes 128x512 --rounds 3"
     rows = rows_of(settings, tmp_path / "times.json", gpu if settings.gpus else cpu)
@@ -42,9 +41,7 @@ def test_it_is_timed_beside_other_packages(
     assert rows
 
 
-def test_every_direction_is_finite(
-    settings: Settings, report: Callable[..., None]
-) -> None:
+def test_every_direction_is_finite(settings: Settings, report: Report) -> None:
     one = Settings(settings.device, 1)
     job = settings.device, (256, 1024) if settings.gpus else (64, 128)
     (errors,) = on_ranks(one, bits.errors_of_hard_inputs, job, 170.0)

@@ -6,13 +6,11 @@ Send and receive do not tell it what they write. ``tests/models`` holds those or
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from support.gpu.model import on_ranks
 from support.gpu.sanitizer import on_virtual_gpu, under_sanitizer
-from support.gpu.settings import Settings
+from support.gpu.settings import Check, Report, Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 Found = list[tuple[str, str]]
@@ -26,9 +24,7 @@ def found(settings: Settings) -> Found:
     return on_virtual_gpu(settings)
 
 
-def test_no_race_in_two_steps(
-    found: Found, needs_gpu: Callable[[], None], report: Callable[..., None]
-) -> None:
+def test_no_race_in_two_steps(found: Found, needs_gpu: Check, report: Report) -> None:
     assert [
         f"rank {rank}: {race}" for rank, (race, _) in enumerate(found) if race
     ] == []
@@ -41,7 +37,7 @@ def test_no_race_in_two_steps(
 
 
 def test_a_planted_race_is_found(
-    found: Found, needs_gpu: Callable[[], None], report: Callable[..., None]
+    found: Found, needs_gpu: Check, report: Report
 ) -> None:
     """Else the sanitizer's silence on the steps shows nothing."""
     if any(race for race, _ in found):

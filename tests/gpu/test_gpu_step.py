@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ import pytest
 from megatron_muon.lab.accept.report import STEP
 from megatron_muon.lab.accept.results import Figure
 from support.gpu.model import arguments
-from support.gpu.settings import Settings, ended
+from support.gpu.settings import Report, Settings, ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def test_rows_of_muon_end_a_step_with_the_same_bits(
-    settings: Settings, report: Callable[..., None], tmp_path: Path
+    settings: Settings, report: Report, tmp_path: Path
 ) -> None:
     """The command ends with 1 where they do not."""
     file = tmp_path / "step.json"

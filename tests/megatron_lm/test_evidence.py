@@ -19,6 +19,7 @@ from support import ROOT
 
 EVIDENCE = ROOT / "examples" / "evidence"
 QUICKSTART = ROOT / "examples" / "quickstart"
+FOLDERS = EVIDENCE, QUICKSTART
 REPORT = (EVIDENCE / "README.md").read_text()
 PAGE = (QUICKSTART / "README.md").read_text()
 
@@ -26,11 +27,9 @@ PAGE = (QUICKSTART / "README.md").read_text()
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Imports a script by its name, as it imports the others."""
-    for folder in (EVIDENCE, QUICKSTART):
+    for folder in FOLDERS:
         monkeypatch.syspath_prepend(str(folder))
-    names = [
-        path.stem for folder in (EVIDENCE, QUICKSTART) for path in folder.glob("*.py")
-    ]
+    names = [path.stem for folder in FOLDERS for path in folder.glob("*.py")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module
@@ -38,24 +37,45 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
         sys.modules.pop(name, None)
 
 
-def recorded(name: str, folder: Path = EVIDENCE) -> Any:
-    return json.loads((folder / "figures" / name).read_text())
+def recorded(name: str) -> Any:
+    """The figures of a script of either folder."""
+    (file,) = (f for folder in FOLDERS for f in folder.glob(f"figures/{name}"))
+    return json.loads(file.read_text())
 
 
-def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
+# Script, its function, the figures that it prints, and the page that has this table.
+TABLES = [
+    *(
+        (name.removesuffix("_larger"), "table", f"{name}.json", REPORT)
+        for name in ("finetuning", "rules", "rules_larger", "mup", "policy_gradient")
+    ),
+    ("topologies", "table", "compare.json", REPORT),
+    ("topologies", "peaks", "memory.json", REPORT),
+    ("sweep", "transfer_table", "transfer.json", PAGE),
+    ("clip", "table", "clip.json", (ROOT / "docs" / "qk_clip.md").read_text()),
+    ("splits", "table", "splits.json", PAGE),
+    ("clip_scope", "table", "clip_scope.json", PAGE),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "figures", "page"), TABLES, ids=lambda each: each[:30]
+)
+def test_a_page_has_a_table_as_it_is_printed(
+    name: str, function: str, figures: str, page: str, script: Any
+) -> None:
+    assert getattr(script(name), function)(recorded(figures)) in page
+
+
+def test_the_report_has_the_tables_of_several_files(script: Any) -> None:
     tables = script("reports").tables(
         recorded("tuning.json"), recorded("convergence.json")
     )
     for table in tables.split("\n\n"):
         assert table in REPORT
-    finetuning = script("finetuning")
-    report = recorded("finetuning.json")
-    assert finetuning.table(report) in REPORT
-    for name in ("rules", "rules_larger", "mup", "policy_gradient"):
-        module = script(name.removesuffix("_larger"))
-        assert module.table(recorded(f"{name}.json")) in REPORT
     page = (ROOT / "docs" / "finetuning.md").read_text()
-    assert finetuning.rates_table(report, "adam") in page
+    report = recorded("finetuning.json")
+    assert script("finetuning").rates_table(report, "adam") in page
     stress = script("stress")
     assert stress.table(stress.recorded(EVIDENCE / "figures")) in REPORT
 
@@ -70,13 +90,10 @@ def test_the_readme_has_the_ratios_of_both_tuned(script: Any) -> None:
         assert f"a leading ratio of {ratio} ({spread} over seeds)" in readme
 
 
-def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
-    script: Any,
-) -> None:
-    for name, table in (("compare", "table"), ("memory", "peaks")):
-        figures = recorded(f"{name}.json")
-        assert getattr(script("topologies"), table)(figures) in REPORT
-        assert f"python compare.py {' '.join(figures['run']['arguments'])}\n" in REPORT
+def test_the_report_has_the_commands_over_topologies() -> None:
+    for name in ("compare", "memory"):
+        arguments = recorded(f"{name}.json")["run"]["arguments"]
+        assert f"python compare.py {' '.join(arguments)}\n" in REPORT
 
 
 def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
@@ -86,6 +103,7 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
     tried = {name: {key: list(values) for key, values in grid.items()}
              for name, grid in convergence.TUNED.items()}  # fmt: skip
     assert tuning["tried"] == tried
+    texts: set[str] = set()
     for name, question in questions.items():
         asked = convergence.QUESTIONS[name]
         assert (question["flags"], question["seeds"]) == (
@@ -100,12 +118,7 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
             }
             assert set(question[optimizer]["tried"]) == rates
             assert len(question[optimizer]["runs"]) == len(asked.seeds)
-    texts = {
-        run["corpus"]
-        for q in questions.values()
-        for o in ("adam", "muon")
-        for run in q[o]["runs"]
-    }
+            texts |= {run["corpus"] for run in question[optimizer]["runs"]}
     assert len(texts) == 1
 
 
@@ -124,7 +137,7 @@ def test_adamw_is_tuned_at_least_as_hard_and_no_rate_is_at_the_edge_of_its_grid(
 
 def test_transfer_json_has_every_run_of_the_settings(script: Any) -> None:
     settings = script("sweep").SETTINGS
-    report = recorded("transfer.json", QUICKSTART)["settings"]
+    report = recorded("transfer.json")["settings"]
     assert list(report) == list(settings)
     for name, setting in settings.items():
         assert report[name]["flags"] == setting.flags
@@ -136,14 +149,9 @@ def test_transfer_json_has_every_run_of_the_settings(script: Any) -> None:
             assert all(run["val_loss"] is not None for run in runs)
 
 
-def test_the_page_has_the_table_of_rates_as_it_was_printed(script: Any) -> None:
-    assert script("sweep").transfer_table(recorded("transfer.json", QUICKSTART)) in PAGE
-
-
-def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(script: Any) -> None:
+def test_the_runs_of_qk_clip_are_those_of_the_settings(script: Any) -> None:
     clip = script("clip")
-    report = recorded("clip.json", QUICKSTART)
-    assert clip.table(report) in (ROOT / "docs" / "qk_clip.md").read_text()
+    report = recorded("clip.json")
     free, clipped, usual = report["runs"].values()
     assert [run["flags"] for run in (free, clipped, usual)] == [
         ["--lr", f"{rate:g}", *flags] for rate, flags in clip.RUNS.values()
@@ -152,10 +160,9 @@ def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(script: Any) -> Non
     assert all(max(logits) < 1.4 * clip.THRESHOLD for logits in clipped["logits"])
 
 
-def test_the_page_has_the_table_of_splits_as_it_was_printed(script: Any) -> None:
+def test_the_runs_of_splits_are_those_of_the_settings(script: Any) -> None:
     splits = script("splits")
-    report = recorded("splits.json", QUICKSTART)
-    assert splits.table(report) in PAGE
+    report = recorded("splits.json")
     assert report["rates"] == list(splits.RATES) and report["steps"] == splits.STEPS
     for model, rows in splits.MODELS.items():
         for name, patterns in rows.items():
@@ -167,10 +174,9 @@ def test_the_page_has_the_table_of_splits_as_it_was_printed(script: Any) -> None
             }
 
 
-def test_the_page_has_the_table_of_clips_as_it_was_printed(script: Any) -> None:
+def test_the_runs_of_clips_are_those_of_the_settings(script: Any) -> None:
     clips = script("clip_scope")
-    report = recorded("clip_scope.json", QUICKSTART)
-    assert clips.table(report) in PAGE
+    report = recorded("clip_scope.json")
     assert (report["lr"], report["steps"]) == (clips.RATE, clips.STEPS)
     rows = [(row["clip"], row["scope"]) for row in report["rows"]]
     assert rows == [(clip, scope) for clip in clips.CLIPS for scope in clips.SCOPES]
@@ -178,7 +184,7 @@ def test_the_page_has_the_table_of_clips_as_it_was_printed(script: Any) -> None:
 
 
 def test_the_page_has_the_losses_of_the_picture() -> None:
-    summary = recorded("summary.json", QUICKSTART)
+    summary = recorded("summary.json")
     muon, adamw = (summary[name]["val_loss"] for name in ("muon", "adamw"))
     words = " ".join(PAGE.split())
     assert f"| **{muon:.3f}** | {adamw:.3f} |" in words
@@ -219,22 +225,22 @@ def test_a_number_beside_a_picture_is_of_a_table_or_of_the_pictures_file(
 
 
 def test_the_page_says_what_the_picture_of_resumes_shows(script: Any) -> None:
-    report = recorded("resume.json", QUICKSTART)
+    report = recorded("resume.json")
     words = " ".join(PAGE.split())
     for sentence in script("resume").said(report["curves"], report["steps"]):
         assert sentence in words
 
 
 def _of_resumes(script: Any) -> set[str]:
-    report = recorded("resume.json", QUICKSTART)
+    report = recorded("resume.json")
     sentences = script("resume").said(report["curves"], report["steps"])
     return set(re.findall(NUMBER, " ".join(sentences)))
 
 
 def _of_losses(script: Any) -> set[str]:
     """The quickstart's ratio, both tuned and untuned, and its losses over seeds."""
-    summary = recorded("summary.json", QUICKSTART)
-    seeds = recorded("seeds.json", QUICKSTART)
+    summary = recorded("summary.json")
+    seeds = recorded("seeds.json")
     (tuned,) = re.findall(r"^\| as tuned \|.*\| (\S+) \(.*\) \|$", REPORT, re.MULTILINE)
     losses = [seeds[name]["val_losses"] for name in ("muon", "adam")]
     spread = [f(each) for each in losses for f in (mean, min, max)]

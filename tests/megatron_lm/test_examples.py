@@ -19,14 +19,11 @@ from pathlib import Path
 import pytest
 
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
+from support.megatron_lm.scripts import CHECKOUT, needs_checkout
 
 EXAMPLES = ROOT / "examples"
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
 SCENARIOS = ("gpt_340m", "moe_1b", "moonlight_mla")
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
-needs_checkout = pytest.mark.skipif(
-    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
-)
 pytestmark = pytest.mark.timeout(900)
 
 # Of core 0.19 and later, whose local layers refuse --qk-layernorm without a rank for
@@ -46,18 +43,10 @@ def environment(folder: Path, **variables: object) -> dict[str, str]:
         str(python.resolve().parent),
         os.environ["PATH"],
     ]
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("MEGATRON")
-    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON")}
     given = {key: str(value) for key, value in variables.items()}
-    return {
-        **inherited,
-        "PATH": os.pathsep.join(path),
-        "PYTHONPATH": str(folder),
-        **given,
-    }
+    own = {"PATH": os.pathsep.join(path), "PYTHONPATH": str(folder)}
+    return {**inherited, **own, **given}
 
 
 def start(
@@ -106,18 +95,11 @@ def has(words: list[str], wanted: str) -> bool:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_folder_is_complete_and_its_script_short(name: str) -> None:
     folder = EXAMPLES / name
-    assert {path.name for path in folder.iterdir()} >= {
-        "README.md",
-        "training.sh",
-        "train.sbatch",
-    }
-    lines = (folder / "training.sh").read_text().splitlines()
+    training = folder / "training.sh"
+    assert (folder / "README.md").exists()
+    lines = training.read_text().splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= 100
-    for script in (
-        folder / "training.sh",
-        folder / "train.sbatch",
-        EXAMPLES / "start.sh",
-    ):
+    for script in (training, folder / "train.sbatch", EXAMPLES / "start.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
     assert f"({name}/README.md)" in (EXAMPLES / "README.md").read_text()
 
@@ -160,36 +142,23 @@ def test_the_adamw_twin_differs_in_nothing_else(name: str, standin: Path) -> Non
 def test_variables_and_flags_reach_megatron(
     name: str, smoke: int, standin: Path
 ) -> None:
-    given = {
-        "LAYERS": 6,
-        "LR": 0.5,
-        "TP": 4,
-        "SEQ_LENGTH": 32,
-        "NNODES": 2,
-        "NODE_RANK": 1,
-    }
     words = asked(
-        *(standin, name, "--seed", "7"),
-        **{**given, "DATA_PATH": "0.4 one 0.6 two", "TOKENIZER": "--tokenizer-type X"},
-        **{
-            "SAVE": "a folder",
-            "SMOKE": smoke,
-            "MASTER_ADDR": "elsewhere",
-            "GPUS_PER_NODE": 3,
-        },
-    )
+        standin, name, "--seed", "7", LAYERS=6, LR=0.5, TP=4, SEQ_LENGTH=32, NNODES=2,
+        NODE_RANK=1, DATA_PATH="0.4 one 0.6 two", TOKENIZER="--tokenizer-type X",
+        SAVE="a folder", SMOKE=smoke, MASTER_ADDR="elsewhere", GPUS_PER_NODE=3,
+    )  # fmt: skip
     assert words[-2:] == ["--seed", "7"] and "--mock-data" not in words
-    for wanted in ("--num-layers 6", "--lr 0.5", "--tensor-model-parallel-size 4"):
-        assert has(words, wanted)
-    assert has(words, "--data-path 0.4 one 0.6 two") and has(
-        words, "--tokenizer-type X"
-    )
-    assert words[words.index("--save") + 1] == "a folder"
-    nodes = (
+    for wanted in (
+        "--num-layers 6",
+        "--lr 0.5",
+        "--tensor-model-parallel-size 4",
+        "--data-path 0.4 one 0.6 two",
+        "--tokenizer-type X",
         "--nproc-per-node 3 --nnodes 2 --node-rank 1 --master-addr elsewhere "
-        "--master-port 6000"
-    )
-    assert has(words, nodes)
+        "--master-port 6000",
+    ):
+        assert has(words, wanted), wanted
+    assert words[words.index("--save") + 1] == "a folder"
 
 
 def test_each_validation_set_gets_a_loss(standin: Path) -> None:
@@ -300,7 +269,7 @@ def test_smoke_trains(
     name: str, optimizer: str, variables: dict, machine: Path
 ) -> None:
     flags = []
-    if name == "moonlight_mla" and (Path(str(CHECKOUT)) / REFUSES_QK_NORM).exists():
+    if name == "moonlight_mla" and (CHECKOUT / REFUSES_QK_NORM).exists():
         flags = ["--q-lora-rank", "32"]  # the README says why
     text = smoke(machine, name, *flags, OPTIMIZER=optimizer, **variables)
     assert_trained(text, optimizer)

@@ -71,12 +71,16 @@ def package_info(version: str) -> str:
     return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n{pre}"
 
 
-def checkout(root: Path, core: str, arguments: str = "") -> Path:
+def checkout(root: Path, core: str) -> Path:
     """A checkout, as far as a refused run gets."""
     training = "from . import arguments\nimport megatron_muon.autoload\n"
-    files = {"core/__init__.py": core, "training/__init__.py": training}
-    written(root / "megatron", {**files, "training/arguments.py": arguments})
-    return written(root, {"pretrain_gpt.py": "print('the script was run')\n"})
+    files = {
+        "megatron/core/__init__.py": core,
+        "megatron/training/__init__.py": training,
+        "megatron/training/arguments.py": "",
+        "pretrain_gpt.py": "print('the script was run')\n",
+    }
+    return written(root, files)
 
 
 def entered(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:

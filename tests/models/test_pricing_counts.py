@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,17 @@ from megatron_muon.lab.pricing import memory
 from megatron_muon.lab.pricing.hardware import MICRO, TERA
 from megatron_muon.lab.pricing.kernels import _normalisation, newton_schulz
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.pricing.step import around, host_python, price_step
+from megatron_muon.lab.pricing.step import (
+    StepTime,
+    around,
+    host_python,
+    price_step,
+)
 from megatron_muon.lab.pricing.strips import newton_schulz_strip
 from megatron_muon.lab.pricing.work import WIDE, Optimizer, traffic_of
 from megatron_muon.orthogonalize.iteration import makes_rows, ns_flops, strip_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.layout import Span, Strip
+from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.sharing.speeds import (
     FLOPS_PER_PS,
@@ -44,8 +50,20 @@ MIB = 1 << 20
 SIZES = [(1, 3), (2, 4), (4, 2), (1, 1)]
 
 
-def shards_of(plan: ExchangePlan, rank: int) -> list[Span]:
-    return list(plan.for_rank(rank).shards.values())
+def plan_of(config: MuonConfig = CONFIG, tp: int = 1, dp: int = 2, **more: int) -> Any:
+    """Of layers with products of several tiles."""
+    return small_plan(config, tp, dp, **{"hidden": 512, "ffn": 1280, **more})
+
+
+def priced(plan: ExchangePlan, config: MuonConfig) -> StepTime:
+    return price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
+
+
+def launches_and_price(plan: ExchangePlan, config: MuonConfig) -> tuple[int, StepTime]:
+    """Of two steps on rank 0, in which the host waits for nothing and nothing races."""
+    recording = record_step(plan, 0, config, steps=2)
+    assert recording.host_syncs == [] and recording.races == []
+    return recording.launches, priced(plan, config)
 
 
 def test_bytes_within_a_node_and_between_nodes_are_counted_separately() -> None:
@@ -75,8 +93,7 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     )
     assert any(any(one.gathers) for one in plan.shared) == (hidden > 512)
     recorded = record_step(plan, 0, config, steps=2).launches
-    step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
-    assert abs(step.launches - recorded) < 0.1 * recorded
+    assert abs(priced(plan, config).launches - recorded) < 0.1 * recorded
 
 
 def test_norm_clip_and_copy_have_the_virtual_gpus_bytes() -> None:
@@ -90,15 +107,15 @@ def test_norm_clip_and_copy_have_the_virtual_gpus_bytes() -> None:
             moved[event.name] += sum(stop - start for _, start, stop in spans)
             copies += event.name == "copy_"
     expected = predicted(flags_of(run.words()), MuonConfig(), "cuda")
-    priced = around(expected.optimizers, H100)
+    seconds = around(expected.optimizers, H100)
     for name, kernel in (("norm", "l2norm"), ("clip", "scale")):
         nbytes = moved[f"multi_tensor_{kernel}"]
-        assert priced[name] * H100.memory == pytest.approx(nbytes, abs=4.1), name
-    assert priced["copy"] * H100.memory == pytest.approx(moved["copy_"])
+        assert seconds[name] * H100.memory == pytest.approx(nbytes, abs=4.1), name
+    assert seconds["copy"] * H100.memory == pytest.approx(moved["copy_"])
     shard = (H100.shard_us + H100.launch_us) * MICRO
     assert 1 < host_python(expected.optimizers, H100) / shard < copies
     packed = [replace(one, held=WIDE._replace(main=2)) for one in expected.optimizers]
-    assert around(packed, H100) == priced | {"copy": 0.0}
+    assert around(packed, H100) == seconds | {"copy": 0.0}
 
 
 @pytest.mark.parametrize("elementwise", ["auto", "foreach"])
@@ -106,35 +123,27 @@ def test_a_momentum_in_int8_costs_its_launches_and_bytes_and_waits_for_nothing(
     elementwise: ElementwiseBy,
 ) -> None:
     config = replace(CONFIG, elementwise=elementwise)
-    plan = small_plan(config, 1, 2, hidden=512, ffn=1280)
-    recorded, priced = [], []
-    for one in (config, replace(config, momentum_dtype="int8")):
-        recording = record_step(plan, 0, one, steps=2)
-        assert recording.host_syncs == [] and recording.races == []
-        recorded.append(recording.launches)
-        priced.append(price_step([Optimizer(plan, (0, 0))], one, H100))
+    plan = plan_of(config)
+    fp32, plain = launches_and_price(plan, config)
+    int8, step = launches_and_price(plan, replace(config, momentum_dtype="int8"))
     # the busiest rank's; some slices share a shard here
-    assert recorded[1] - recorded[0] == 14 * len(plan.for_rank(0).shards)
-    assert priced[1].launches - priced[0].launches >= recorded[1] - recorded[0]
-    elements = sum(span.size for span in plan.for_rank(0).shards.values())
-    more = priced[1].phases["momentum"] - priced[0].phases["momentum"]
+    shards = plan.for_rank(0).shards.values()
+    assert int8 - fp32 == 14 * len(shards)
+    assert step.launches - plain.launches >= int8 - fp32
+    elements = sum(span.size for span in shards)
+    more = step.phases["momentum"] - plain.phases["momentum"]
     assert more >= 62 * elements / H100.memory
 
 
 def test_second_moments_at_homes_cost_their_launches_and_bytes() -> None:
     """A rank's launches are those of the virtual GPU, or few more."""
-    normuon = replace(CONFIG, rule="normuon")
-    plan = small_plan(CONFIG, 1, 2, hidden=512, ffn=1280)
-    recorded, priced = [], []
-    for config in (CONFIG, normuon):
-        recording = record_step(plan, 0, config, steps=2)
-        assert recording.host_syncs == [] and recording.races == []
-        recorded.append(recording.launches)
-        priced.append(price_step([Optimizer(plan, (0, 0))], config, H100))
+    plan = plan_of()
+    muons, plain = launches_and_price(plan, CONFIG)
+    normuons, step = launches_and_price(plan, replace(CONFIG, rule="normuon"))
     units = sum(matrix.units for matrix in plan.matrices if matrix.home == 0)
-    more = recorded[1] - recorded[0]
-    assert 0 <= priced[1].launches - priced[0].launches - more <= 4 * units
-    assert priced[1].phases["newton_schulz"] > priced[0].phases["newton_schulz"]
+    more = step.launches - plain.launches
+    assert 0 <= more - (normuons - muons) <= 4 * units
+    assert step.phases["newton_schulz"] > plain.phases["newton_schulz"]
 
 
 @pytest.mark.parametrize("rule", ["hyperball", "namo"])
@@ -144,72 +153,52 @@ def test_sums_over_matrices_cost_their_launches_and_memory(
 ) -> None:
     """Launches go by slices, of which a piece has many here."""
     config = replace(CONFIG, rule=rule)
-    plan = small_plan(config, tp, dp, hidden=512, ffn=1280)
+    plan = plan_of(config, tp, dp)
     every = [record_step(plan, rank, config, steps=2) for rank in range(plan.size)]
     recorded = max(one.launches for one in every)
-    rest = (0,) * plan.size
-    priced = price_step([Optimizer(plan, rest)], config, H100)
     # Muon's own that the price leaves out, up to 20 a round
     left_out = max(0.1 * recorded, 20 * len(plan.rounds))
-    assert priced.launches == pytest.approx(recorded, abs=left_out)
+    assert priced(plan, config).launches == pytest.approx(recorded, abs=left_out)
     slices = Counter(one.rank for one in plan.slices)
     _check_peaks(plan, config, blocks=3 * max(slices.values()))
 
 
-def _at_rest(config: MuonConfig) -> list[dict[str, int]]:
-    plan = small_plan(config, 1, 2, layers=2, hidden=512, ffn=1280)
-    held = WIDE._replace(of_rule=row_of(config.rule).moments)
-    return memory.at_rest([Optimizer(plan, (0, 0), held=held)])
-
-
 def test_second_moments_are_in_the_memory_at_rest() -> None:
-    plain, lines = map(_at_rest, (CONFIG, replace(CONFIG, rule="normuon")))
-    plan = small_plan(CONFIG, 1, 2, layers=2, hidden=512, ffn=1280)
+    plan = plan_of(layers=2)
+
+    def momenta(rule: str) -> int:
+        held = WIDE._replace(of_rule=row_of(rule).moments)
+        rest = memory.at_rest([Optimizer(plan, (0, 0), held=held)])
+        return sum(of_rank[memory.MOMENTUM] for of_rank in rest)
+
     long = sum(matrix.units * matrix.long for matrix in plan.matrices)
-    kind = memory.MOMENTUM
-
-    def more(of_ranks: list[dict[str, int]]) -> int:
-        return sum(
-            one[kind] - other[kind] for one, other in zip(of_ranks, plain, strict=True)
-        )
-
-    assert more(lines) == 4 * long
+    assert momenta("normuon") - momenta("muon") == 4 * long
 
 
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
 @pytest.mark.parametrize(
-    "config",
+    "settings",
     [
-        CONFIG,
-        MuonConfig(round_bytes=1 << 20),
-        MuonConfig(ns_iteration="gram"),
-        MuonConfig(elementwise="foreach", round_bytes=1 << 20),
-        MuonConfig(elementwise="foreach", nesterov=False),
-        MuonConfig(split_matrices=2),
-        MuonConfig(split_matrices=3, ns_dtype="bf16"),
-        MuonConfig(split_matrices=4, ns_iteration="gram"),
-        MuonConfig(momentum_dtype="int8", round_bytes=1 << 20),
+        {"preset": "fast"},
+        {"round_bytes": MIB},
+        {"ns_iteration": "gram"},
+        {"elementwise": "foreach", "round_bytes": MIB},
+        {"elementwise": "foreach", "nesterov": False},  # lists for the update only
+        {"split_matrices": 2},
+        {"split_matrices": 3, "ns_dtype": "bf16"},
+        {"split_matrices": 4, "ns_iteration": "gram"},
+        {"momentum_dtype": "int8", "round_bytes": MIB},
     ],
-    ids=[
-        "default",
-        "small rounds",
-        "gram",
-        "lists in small rounds",
-        "lists for the update only",
-        "in 2 strips",
-        "in 3 strips of bf16",
-        "in 4 strips with gram",
-        "int8",
-    ],
+    ids=str,
 )
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
-    tp: int, dp: int, config: MuonConfig
+    tp: int, dp: int, settings: dict[str, Any]
 ) -> None:
     """The model has no scalars and no tables, and no rounding of blocks to 512
     bytes.
     """
-    plan = small_plan(config, tp, dp, layers=2, hidden=512, ffn=1280)
-    _check_peaks(plan, config)
+    config = MuonConfig(**settings)
+    _check_peaks(plan_of(config, tp, dp, layers=2), config)
 
 
 @pytest.mark.parametrize(
@@ -275,26 +264,18 @@ def test_the_plan_and_the_time_model_have_the_same_price_for_a_strip(
     drift. Of a whole matrix it counts products, not the passes of the norm.
     """
     rows, cols = shape
-    whole = newton_schulz(H100, rows, cols, 1, Numerics(CONFIG, device)).seconds
-    whole -= _normalisation(H100, rows * cols, Numerics(CONFIG, device)).seconds
-    assert ns_flops(rows, cols, Numerics(CONFIG, device)) / LARGE == pytest.approx(
-        whole, rel=0.15
-    )
+    numerics = Numerics(CONFIG, device)
+    whole = newton_schulz(H100, rows, cols, 1, numerics).seconds
+    whole -= _normalisation(H100, rows * cols, numerics).seconds
+    assert ns_flops(rows, cols, numerics) / LARGE == pytest.approx(whole, rel=0.15)
     for count in (2, 4, 8):
-        own = strip_time(
-            Strip(rows, cols, 0, count),
-            rows * cols // count,
-            64,
-            Numerics(CONFIG, device),
-        )
-        flops = strip_flops(
-            rows, cols, rows // count, Numerics(CONFIG, device), number=0, count=count
-        )
-        priced = newton_schulz_strip(
-            H100, shape, rows // count, count, count, Numerics(CONFIG, device)
-        )
+        strip = Strip(rows, cols, 0, count)
+        own = strip_time(strip, rows * cols // count, 64, numerics)
+        long = rows // count
+        flops = strip_flops(rows, cols, long, numerics, number=0, count=count)
+        strips = newton_schulz_strip(H100, shape, long, count, count, numerics)
         planned = (flops + own) / LARGE
-        assert planned == pytest.approx(priced.seconds, rel=0.1), count
+        assert planned == pytest.approx(strips.seconds, rel=0.1), count
 
 
 def test_the_clocks_speeds_are_the_time_models() -> None:
@@ -326,7 +307,6 @@ def test_homes_compute_rows_of_squares_where_it_is_faster(
         given = shape, aspect * short // strips, strips, strips, numerics
         chosen = newton_schulz_strip(H100, *given).seconds
         makes = makes_rows(*shape, strips, numerics)
-        least = 1 << 30 if makes else 1
-        with rows_of_small_squares(least):
+        with rows_of_small_squares(1 << 30 if makes else 1):
             other = newton_schulz_strip(H100, *given).seconds
         assert chosen <= 1.05 * other or (short in range(4096, 6144) and not makes)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from figures.planned_models import MODELS
+from figures.planned_models import WORLDS
 from figures.stages import step_of
-from support.virtual_gpu.plans import OVERLAP, run_of
+from support.virtual_gpu.plans import run_of
 
-WORLDS = {
-    f"{model.name} {name} × {size}": f"--model {model.preset} {words} --world-size "
-    f"{size} {OVERLAP} --muon-preset fast"
-    for model in MODELS
-    for size, words, name in model.worlds
-    if size <= 1024
+FAST = {
+    f"{world.name} × {world.size}": f"{world.flags} --muon-preset fast"
+    for world in WORLDS
+    if world.size <= 1024
 }
 # Those that docs/plan.md gives --muon-dp-layout bucketed.
 BUCKETED = {
@@ -23,9 +21,9 @@ BUCKETED = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", FAST)
 def test_bucketed_is_recommended_where_its_step_is_shorter(name: str) -> None:
-    words = WORLDS[name]
+    words = FAST[name]
     assert run_of(words.split()).layout == "contiguous"
     bucketed = step_of(f"{words} --muon-dp-layout bucketed").seconds
     assert (bucketed < 0.95 * step_of(words).seconds) == (name in BUCKETED)

@@ -24,10 +24,10 @@ from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.settings.update import NsIteration, SymmetricProducts
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.device.gpu import Gpu
-from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from support.virtual_gpu.device.nccl import Handle, Operation
 from support.virtual_gpu.device.tensors import CUDA
 from support.virtual_gpu.messages import compare_with_plan, planned_messages
-from support.virtual_gpu.mutants import Launch, with_launch
+from support.virtual_gpu.mutants import Launch, of_launches
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.races import MEMORY, Memory, races
 from support.virtual_gpu.recording import Recording
@@ -129,45 +129,28 @@ def no_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Handle, "wait", lambda self, timeout=None: True)
 
 
-def dropped_message(patch: pytest.MonkeyPatch) -> None:
+@of_launches
+def dropped_message(launch: Launch, parts: list[Operation]) -> Handle | None:
     """What is sent is a copy that no one keeps until it has gone."""
-
-    def change(
-        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
-    ) -> Handle | None:
-        copies = [
-            dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts
-        ]
-        return launch(nccl, copies, *args)
-
-    with_launch(patch, change)
+    copies = [dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts]
+    return launch(copies)
 
 
-def overwritten_message(patch: pytest.MonkeyPatch) -> None:
+@of_launches
+def overwritten_message(launch: Launch, parts: list[Operation]) -> Handle | None:
     """What is sent is written to before it has gone."""
-
-    def change(
-        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
-    ) -> Handle | None:
-        work = launch(nccl, parts, *args)
-        for part in parts:
-            for sent in part.reads:
-                sent.zero_()
-        return work
-
-    with_launch(patch, change)
+    work = launch(parts)
+    for part in parts:
+        for sent in part.reads:
+            sent.zero_()
+    return work
 
 
-def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+@of_launches
+def launched_on_a_wrong_stream(launch: Launch, parts: list[Operation]) -> Handle | None:
     """NCCL waits for another stream than the one that made the message."""
-
-    def change(
-        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
-    ) -> Handle | None:
-        with torch.cuda.Stream():
-            return launch(nccl, parts, *args)
-
-    with_launch(patch, change)
+    with torch.cuda.Stream():
+        return launch(parts)
 
 
 def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:

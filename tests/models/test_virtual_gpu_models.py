@@ -30,14 +30,7 @@ from support.virtual_gpu.plans import (
     run_of,
 )
 from support.virtual_gpu.runs import Run
-from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
-
-# several rounds: a fc1 has 1 MiB
-SMALL = (Run(tp=2, dp=2, hidden=256), "--muon-round-mib", "1")
-
-
-def verdict(run: Run = SMALL[0], *words: str) -> Verdict:
-    return verdict_of(run_of([*run.words(), *(words or SMALL[1:])]))
+from support.virtual_gpu.verdict import CLAIMS, verdict_of
 
 
 @pytest.mark.parametrize(
@@ -164,6 +157,8 @@ def test_a_mutant_fails_its_claim(
     monkeypatch: Patch,
 ) -> None:
     mutant(monkeypatch)
-    failed = verdict().failed
+    # several rounds: a fc1 has 1 MiB
+    words = [*Run(tp=2, dp=2, hidden=256).words(), "--muon-round-mib", "1"]
+    failed = verdict_of(run_of(words)).failed
     assert set(claims) <= failed.keys(), failed
     assert any(said in fault for fault in failed[claims[0]]), failed

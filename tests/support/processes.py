@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_muon.lab.commands import main
 from support import ROOT
 
 
@@ -15,6 +19,22 @@ def environment(*path: Path | str, **more: str) -> dict[str, str]:
     """This one, with ``path`` before the places that this process imports from."""
     places = [*map(str, path), *filter(None, sys.path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), **more}
+
+
+def report_of(*words: str) -> dict[str, Any]:
+    """What ``megatron-muon WORDS --json`` writes, run in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "report.json")
+        assert main([*words, "--json", str(file)]) == 0
+        report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+def without_launcher(**more: str) -> dict[str, str]:
+    """``environment`` as of a shell: no launcher's variables, and no GPU."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
+    own = {k: v for k, v in environment().items() if not k.startswith(launcher)}
+    return {**own, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 def python(

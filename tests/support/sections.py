@@ -1,10 +1,27 @@
-"""Sections of a weight that tests describe."""
+"""Weights that tests describe, and their sections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.sections import Rows, Sections
+
+
+def whole_parameter(
+    name: str,
+    shape: tuple[int, int],
+    dim: int | None = None,
+    tp: int = 1,
+    start: int = 0,
+    bucket: Span | None = None,
+) -> Parameter:
+    """A weight of one matrix, of this local shape, at ``start`` of a buffer; alone in
+    its bucket unless another is given.
+    """
+    matrices, blocks = whole_matrix(name, shape, dim, tp)
+    span = Span(start, start + shape[0] * shape[1])
+    return Parameter(name, shape, dim, bucket or span, span, 0, matrices, blocks)
 
 
 def repeated(groups: int, group_rows: Sequence[tuple[str, int]]) -> Sections:

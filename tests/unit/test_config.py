@@ -6,6 +6,7 @@ import inspect
 import json
 import runpy
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -14,10 +15,14 @@ import torch.distributed as dist
 
 from megatron_muon import MuonConfig
 from megatron_muon.lab.routes.sentences import pattern_lines
+from megatron_muon.mcore.checkpoint.param_groups import (
+    check_record,
+    config_of,
+    record,
+)
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
 from megatron_muon.planning.describe import computing_line
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import with_settings
 from megatron_muon.rules.block_steps import block_numerics, in_tp_slices
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
@@ -26,6 +31,7 @@ from megatron_muon.settings.patterns import settings_of, written
 from megatron_muon.settings.update import Preset
 from support import ROOT
 from support.megatron_lm import flag_parsers
+from support.sections import whole_parameter
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
 CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric", "cuda_triton")
@@ -50,54 +56,50 @@ def test_a_name_close_to_a_settings_is_answered_by_it() -> None:
         MuonConfig(x=1)
 
 
-def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
-    """A setting that differs is printed by rank 0, and asking for the rank fails
-    here.
-    """
-    from megatron_muon.mcore.checkpoint.param_groups import check_record, record
+@pytest.fixture
+def said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What rank 0 prints where a run loads a record."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
-    saved = record(Numerics(MuonConfig(), "cpu"))
-    saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
-    check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
+    def load(saved: dict[str, Any], now: Numerics) -> str:
+        check_record({"megatron_muon": saved}, now)
+        return capsys.readouterr().out
+
+    return load
 
 
-def test_a_setting_that_left_is_no_change_at_a_load() -> None:
-    from megatron_muon.mcore.checkpoint.param_groups import (
-        check_record,
-        config_of,
-        record,
-    )
-
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        {"ns_coefficients": (3.4445, -4.7750, 2.0315)},  # simple's
+        {"align_shards": True},  # a setting that left
+        # as 0.2.0 recorded homes that were chosen by speeds; they change no bit
+        {"homes": "auto", "rank_tflops": 600.0, "link_gbytes": 12.0},
+    ],
+    ids=str,
+)
+def test_a_record_in_other_words_differs_in_nothing(
+    recorded: dict[str, Any], said: Callable[..., str]
+) -> None:
     numerics = Numerics(MuonConfig(), "cpu")
     saved = record(numerics)
-    saved["settings"]["align_shards"] = True
-    # nothing differs: see above
-    check_record({"megatron_muon": saved}, numerics)
-    assert config_of(saved["settings"]) == config_of(record(numerics)["settings"])
+    own = config_of(saved["settings"])
+    saved["settings"].update(recorded)
+    assert said(saved, numerics) == ""
+    if "ns_coefficients" not in recorded:
+        assert config_of(saved["settings"]) == own and own.homes == "balanced"
 
 
-def test_a_checkpoint_whose_homes_were_chosen_by_speeds_loads_without_a_word(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_checkpoint_from_before_a_setting_has_its_default(
+    said: Callable[..., str],
 ) -> None:
-    """As 0.2.0 recorded them; homes change no bit."""
-    from megatron_muon.mcore.checkpoint import param_groups
-
-    saved = param_groups.record(Numerics(MuonConfig(), "cpu"))
-    speeds = {"homes": "auto", "rank_tflops": 600.0, "link_gbytes": 12.0}
-    saved["settings"].update(speeds)
-    monkeypatch.setattr(param_groups, "say", pytest.fail)
-    param_groups.check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
-    assert param_groups.config_of(saved["settings"]).homes == "balanced"
-
-
-def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
-    from megatron_muon.mcore.checkpoint.param_groups import check_record, record
-
-    saved = record(Numerics(MuonConfig(), "cpu"))
+    numerics = Numerics(MuonConfig(), "cpu")
+    saved = record(numerics)
     for name in ("round_bytes", "ns_batch"):
         del saved["settings"][name]
-    # nothing differs: see above
-    check_record({"megatron_muon": saved}, Numerics(MuonConfig(), "cpu"))
+    assert said(saved, numerics) == ""
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
     taken = {"ns_iteration": "standard", "ns_dtype": "bf16", "split_matrices": "off"}
     assert rebuilt == MuonConfig(**taken)
@@ -113,61 +115,43 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     ],
 )
 def test_a_checkpoint_has_what_the_device_chose(
-    name: str,
-    earlier: str,
-    resolved: str,
-    device: Device,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, earlier: str, resolved: str, device: Device, said: Callable[..., str]
 ) -> None:
     """One from before it was the device's choice has ``earlier``, or nothing of it,
     which was that: it loads, and a run that takes another says so.
     """
-    from megatron_muon.mcore.checkpoint import param_groups
-
-    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    taken = getattr(Numerics(MuonConfig(), device), resolved)
-    saved = param_groups.record(Numerics(MuonConfig(), device))
+    numerics = Numerics(MuonConfig(), device)
+    taken = getattr(numerics, resolved)
+    saved = record(numerics)
     assert saved["settings"][name] == taken
-    asked = MuonConfig(**{name: earlier})  # type: ignore[arg-type]
-    before = param_groups.record(Numerics(asked, device))
-    without = param_groups.record(Numerics(MuonConfig(), device))
+    asked = Numerics(MuonConfig(**{name: earlier}), device)  # type: ignore[arg-type]
+    before = record(asked)
+    without = record(numerics)
     del without["settings"][name]
     told = f"is {taken!r} now; the checkpoint was saved with {earlier!r}"
-    for record, lines in (
-        (saved, 0),
-        (before, taken != earlier),
-        (without, taken != earlier),
-    ):
-        param_groups.check_record(
-            {"megatron_muon": record}, Numerics(MuonConfig(), device)
-        )
-        assert capsys.readouterr().out.count(told) == lines
-    param_groups.check_record({"megatron_muon": before}, Numerics(asked, device))
-    assert capsys.readouterr().out == ""
+    assert told not in said(saved, numerics)
+    for one in (before, without):
+        assert said(one, numerics).count(told) == (taken != earlier)
+    assert said(before, asked) == ""
 
 
 def test_a_resume_says_that_its_table_of_patterns_is_another(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: Callable[..., str],
 ) -> None:
     """A record of 0.2.0 has none, which is an empty one."""
-    from megatron_muon.mcore.checkpoint import param_groups
-
-    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
     plain = Numerics(MuonConfig())
     table = Numerics(MuonConfig(by_pattern={"a": {"ns_steps": 8}}))
-    of_020 = param_groups.record(plain)
+    of_020 = record(plain)
     del of_020["settings"]["by_pattern"]
     told = "by_pattern (--muon-for) is {} now; the checkpoint was saved with {}"
     own = "('a:ns_steps=8',)"
     for saved, now, line in (
         (of_020, plain, ""),
         (of_020, table, told.format(own, "()")),
-        (param_groups.record(table), plain, told.format("()", own)),
-        (param_groups.record(table), table, ""),
+        (record(table), plain, told.format("()", own)),
+        (record(table), table, ""),
     ):
-        param_groups.check_record({"megatron_muon": saved}, now)
-        assert capsys.readouterr().out.strip().removeprefix("[megatron_muon] ") == line
+        assert said(saved, now).strip().removeprefix("[megatron_muon] ") == line
 
 
 def test_settings_by_pattern_are_written_in_one_way() -> None:
@@ -242,8 +226,7 @@ def test_block_steps_multiply_the_scale_of_a_pattern_too() -> None:
 @pytest.mark.parametrize("part", ["", "[v]"])
 def test_a_slice_of_a_block_step_has_the_settings_of_its_matrix(part: str) -> None:
     """Its mark is no part of a fused weight, which a pattern names in brackets."""
-    cut = whole_matrix(f"w{part}", (8, 6), 0, 2)
-    full = Parameter("w", (8, 6), 0, Span(0, 48), Span(0, 48), 0, *cut)
+    full = replace(whole_parameter(f"w{part}", (8, 6), 0, tp=2), name="w")
     config = MuonConfig(by_pattern=["w[*]:rms=0.5"], full_period=2)
     made = with_settings([full, in_tp_slices(full)], config)
     own = [[matrix.own for matrix in each.matrices] for each in made]
@@ -251,12 +234,9 @@ def test_a_slice_of_a_block_step_has_the_settings_of_its_matrix(part: str) -> No
 
 
 def test_a_resume_says_where_auto_chooses_by_other_rules_than_the_checkpoints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: Callable[..., str],
 ) -> None:
     """0.2.0's records do not say by which; without auto nothing is chosen."""
-    from megatron_muon.mcore.checkpoint import param_groups
-
-    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
     for split, iteration, named in (
         ("auto", "auto", "split_matrices (--muon-split-matrices) and ns_iteration"),
         ("off", "auto", "ns_iteration (--muon-ns-iteration) auto: "),
@@ -264,12 +244,10 @@ def test_a_resume_says_where_auto_chooses_by_other_rules_than_the_checkpoints(
     ):
         config = MuonConfig(split_matrices=split, ns_iteration=iteration)  # type: ignore[arg-type]
         numerics = Numerics(config, "cuda")
-        saved = param_groups.record(numerics)
-        param_groups.check_record({"megatron_muon": saved}, numerics)
-        assert capsys.readouterr().out == ""
+        saved = record(numerics)
+        assert said(saved, numerics) == ""
         del saved["choices"]
-        param_groups.check_record({"megatron_muon": saved}, numerics)
-        printed = capsys.readouterr().out
+        printed = said(saved, numerics)
         assert named in printed
         assert printed.count("chose by other rules") == bool(named)
 
@@ -383,29 +361,20 @@ def test_a_preset_fills_settings_that_are_not_set_on_a_gpu(device: Device) -> No
 
 
 def test_a_run_with_another_preset_prints_the_flags_that_keep_its_bits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: Callable[..., str],
 ) -> None:
-    from megatron_muon.mcore.checkpoint import param_groups
-
-    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    saved = {
-        "megatron_muon": param_groups.record(
-            Numerics(MuonConfig(preset="fast"), "cuda")
-        )
-    }
-    param_groups.check_record(saved, Numerics(MuonConfig(), "cuda"))
+    saved = record(Numerics(MuonConfig(preset="fast"), "cuda"))
     told = [
         "ns_dtype (--muon-ns-dtype) is 'bf16' now; the checkpoint was saved with "
         "'fp16': --muon-ns-dtype fp16 keeps its bits",
         "ns_iteration (--muon-ns-iteration) is 'standard' now; the checkpoint was "
         "saved with 'auto': --muon-ns-iteration auto keeps its bits",
     ]
-    assert capsys.readouterr().out.splitlines() == [
+    assert said(saved, Numerics(MuonConfig(), "cuda")).splitlines() == [
         f"[megatron_muon] {line}" for line in told
     ]
     kept = MuonConfig(ns_dtype="fp16", ns_iteration="auto")
-    param_groups.check_record(saved, Numerics(kept, "cuda"))
-    assert capsys.readouterr().out == ""
+    assert said(saved, Numerics(kept, "cuda")) == ""
 
 
 @pytest.mark.parametrize(
@@ -431,44 +400,27 @@ def test_the_start_names_a_number_of_steps_unlike_the_sets_own(
     assert said in line
 
 
-def _record_of_0_2(steps: int) -> dict[str, Any]:
-    """The record of a run with deepseekv4 and so many steps, which 0.2.0 took."""
-    from megatron_muon.mcore.checkpoint.param_groups import record
-
-    saved = record(Numerics(MuonConfig(ns_coefficients="deepseekv4"), "cpu"))
-    saved["settings"]["ns_steps"] = steps
-    return {"megatron_muon": saved}
-
-
 @pytest.mark.parametrize("steps", [5, 8, 9])
 def test_a_resume_of_deepseekv4_cut_short_is_an_error_with_the_flags_that_keep_its_bits(
-    steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: int, said: Callable[..., str]
 ) -> None:
-    from megatron_muon.mcore.checkpoint.param_groups import (
-        check_record,
-        config_of,
-        record,
-    )
-
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    saved = _record_of_0_2(steps)
-    whole = MuonConfig(ns_coefficients="deepseekv4")
+    """0.2.0 took so many steps of it."""
+    whole = Numerics(MuonConfig(ns_coefficients="deepseekv4"), "cpu")
+    saved = record(whole)
+    saved["settings"]["ns_steps"] = steps
     with pytest.raises(ValueError, match="These flags keep its bits: ") as refused:
-        check_record(saved, Numerics(whole, "cpu"))
+        said(saved, whole)
     flags = shlex.split(str(refused.value).split("keep its bits: ")[1].split(". ")[0])
     keeps = flag_parsers.config_of("0.19", *flags)
     before = schedule("deepseekv4", steps)
     for device in get_args(Device):
         assert Numerics(keeps, device).steps == before
         assert Numerics(keeps, device).iteration == "standard"
-    check_record(saved, Numerics(keeps, "cpu"))
-    assert capsys.readouterr().out == ""  # nothing differs
-    check_record(
-        {"megatron_muon": record(Numerics(keeps, "cpu"))}, Numerics(whole, "cpu")
-    )
-    assert "saved with" in capsys.readouterr().out
+    of_run = Numerics(keeps, "cpu")
+    assert said(saved, of_run) == ""
+    assert "saved with" in said(record(of_run), whole)
     # AdamW, which reads it, too, takes over no coefficients
-    assert config_of(saved["megatron_muon"]["settings"]) == MuonConfig()
+    assert config_of(saved["settings"]) == MuonConfig()
 
 
 def test_a_changed_copy_knows_which_settings_were_passed() -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import ast
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,14 @@ from megatron_muon.settings.run_flags import FLAGS
 from support import documents
 from support.documents import PAGES, ROOT
 from support.megatron_lm.flag_parsers import DECLARED
+from support.processes import printed
 
 tomllib = pytest.importorskip(
     "tomllib", reason="the standard library has it from Python 3.11 on"
 )
 
 TABLE = tomllib.loads(documents.TABLE.read_text(encoding="utf-8"))
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 IN_DOCUMENTS = {
     command for page in PAGES for command in documents.commands(page.read_text())
 }
@@ -73,7 +73,7 @@ def test_the_readme_is_a_page() -> None:
     assert [line for line in lines if len(line) > 110] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@EVERY_PAGE
 def test_links_lead_somewhere(page: Path) -> None:
     for target in documents.links(page.read_text()):
         path, _, anchor = target.partition("#")
@@ -83,7 +83,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in documents.anchors(file.read_text()), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@EVERY_PAGE
 def test_flags_that_a_page_names_are_there(page: Path) -> None:
     known = {flag.option for flag in FLAGS} | DECLARED["later"].keys()  # Megatron's
     assert documents.flags(page.read_text()) <= known
@@ -133,15 +133,8 @@ def test_a_package_index_gets_no_link_to_a_file_of_the_clone(
     url: str, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCUMENTS_URL", url)
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "egg_info",
-        "--egg-base",
-        str(tmp_path),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    egg_info = f"setup.py -q egg_info --egg-base {tmp_path}"
+    printed(*egg_info.split())
     (info,) = tmp_path.glob("*.egg-info/PKG-INFO")
     assert link in info.read_text() and documents.links(info.read_text()) == []
 
@@ -152,7 +145,7 @@ PLACE = re.compile(
 MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b|lock\b)[a-z_]\w*)+")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@EVERY_PAGE
 def test_places_that_a_page_names_are_there(page: Path) -> None:
     """Files and folders by their path, tests by name, modules and public names by
     dotted ones.
@@ -175,7 +168,7 @@ def test_places_that_a_page_names_are_there(page: Path) -> None:
 DEFINED = re.compile(r"`(\w+)` in `([\w/]+\.py)`")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@EVERY_PAGE
 def test_a_name_that_a_page_places_in_a_module_is_defined_there(page: Path) -> None:
     for name, module in DEFINED.findall(page.read_text()):
         files = (ROOT / "megatron_muon").rglob(module)

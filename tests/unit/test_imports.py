@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -75,8 +76,13 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str) -> str:
-    return module.split(".")[0]
+def room(module: str, outer: str = "") -> str:
+    """``lab`` for ``lab.plan.command``; ``plan`` within ``lab``, and "" for ``lab``
+    itself and outside of it.
+    """
+    if outer and not module.startswith(f"{outer}."):
+        return ""
+    return module.removeprefix(f"{outer}.").split(".")[0]
 
 
 MODULES = {dotted(path): path for path in FILES}
@@ -108,33 +114,23 @@ def own_imports(path: Path) -> set[str]:
     return modules
 
 
-def test_imports_point_down() -> None:
-    for path in FILES:
-        own = room(dotted(path))
-        if own == "":
-            continue  # the facade imports lazily; the cost test holds it
-        for module in own_imports(path):
-            if room(module) != own:
-                named = f"{path} imports {module or 'the facade'}"
-                assert TIER_OF[room(module)] < TIER_OF[own], named
-
-
-@pytest.mark.parametrize("outer", INNER_TIERS)
-def test_rooms_within_import_down_only(outer: str) -> None:
-    tier_of = INNER_TIERS[outer]
-    for path in FILES:
-        inner = inner_room(dotted(path), outer)
-        for module in own_imports(path) if inner else ():
-            other = inner_room(module, outer)
-            if other and other != inner:
-                assert tier_of[other] < tier_of[inner], f"{path} imports {module}"
-
-
-def inner_room(module: str, outer: str) -> str:
-    """``plan`` for ``lab.plan.command`` within ``lab``; "" for ``lab`` itself and
-    outside of it.
+@pytest.mark.parametrize("outer", ["", *INNER_TIERS])
+def test_imports_point_down(outer: str) -> None:
+    """Among all rooms, but for the facade, which imports lazily: the cost test holds
+    it. And among those within a room.
     """
-    return module.split(".")[1] if module.startswith(f"{outer}.") else ""
+    tier_of = INNER_TIERS.get(outer, TIER_OF)
+    for path in FILES:
+        own = room(dotted(path), outer)
+        for module in own_imports(path) if own else ():
+            other = room(module, outer)
+            if other != own and other in tier_of:
+                named = f"{path} imports {module or 'the facade'}"
+                assert tier_of[other] < tier_of[own], named
+
+
+def test_every_room_has_a_tier() -> None:
+    assert {room(module) for module in MODULES} <= TIER_OF.keys()
 
 
 def named_modules(path: Path) -> set[str]:
@@ -157,13 +153,8 @@ def test_nothing_outside_the_lab_names_a_module_of_the_lab() -> None:
     naming = {str(path) for path in outside if any(map(in_lab, named_modules(path)))}
     assert naming == set()
     command = ast.parse((PACKAGE / "__main__.py").read_text())
-    at_import = {
-        node.module
-        for node in command.body
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("megatron_muon")
-    }
-    assert at_import == set()
+    modules = [node.module for node in command.body if isinstance(node, ast.ImportFrom)]
+    assert not any(str(module).startswith("megatron_muon") for module in modules)
 
 
 def in_lab(module: str) -> bool:
@@ -176,7 +167,7 @@ def test_plan_hands_typed_runs_on() -> None:
     """
     climbing = set()
     for path in FILES:
-        lab = inner_room(dotted(path), "lab")
+        lab = room(dotted(path), "lab")
         above = {other for other in own_imports(path) if room(other) == "megatron_lm"}
         if above and lab in ("plan", "dry_run", "routes"):
             climbing.add(dotted(path))
@@ -243,70 +234,40 @@ def test_a_checkpoint_is_inspected_without_megatron() -> None:
 
 
 def test_no_folder_has_more_than_a_dozen_files() -> None:
-    folders = {path.parent for path in FILES}
-    crowded = {
-        str(folder.relative_to(ROOT)): count
-        for folder in folders
-        if (
-            count := len(
-                [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-            )
-        )
-        > 12
-    }
-    assert crowded == {}
+    modules = [path for path in FILES if path.name != "__init__.py"]
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in modules)
+    assert {folder: count for folder, count in counts.items() if count > 12} == {}
 
 
-COLLECTIVES = {
-    "all_reduce",
-    "all_gather",
-    "all_gather_object",
-    "all_gather_into_tensor",
-    "broadcast",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "batch_isend_irecv",
-    "gather",
-    "scatter",
-    "new_group",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-    "reduce",
-}
+COLLECTIVES = (
+    "all_reduce all_gather all_gather_object all_gather_into_tensor broadcast reduce "
+    "reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single barrier send "
+    "recv isend irecv batch_isend_irecv gather scatter new_group gather_object "
+    "broadcast_object_list scatter_object_list"
+).split()
+DISTRIBUTED = ("dist", "torch.distributed", "distributed")
 
 
-def test_every_collective_is_called_in_one_module() -> None:
-    callers = {
+def callers(*functions: str) -> set[str]:
+    """Modules that call one of these functions, by their full names."""
+    return {
         dotted(path)
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in COLLECTIVES
-        and ast.unparse(node.func.value) in {"dist", "torch.distributed", "distributed"}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in functions
     }
-    assert callers == {"runtime.collectives"}
+
+
+def test_every_collective_is_called_in_one_module() -> None:
+    names = [f"{module}.{name}" for module in DISTRIBUTED for name in COLLECTIVES]
+    assert callers(*names) == {"runtime.collectives"}
 
 
 def test_lines_of_a_run_are_printed_by_say_which_takes_any_encoding() -> None:
     """A command's are printed by print: ``run_command`` does the same for all of its
     stdout.
     """
-    printing = {
-        dotted(path)
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
-    }
-    of_runs = {each for each in printing if not in_lab(each)}
+    of_runs = {each for each in callers("print") if not in_lab(each)}
     assert of_runs == {"console"}
 
 

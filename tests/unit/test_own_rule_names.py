@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from megatron_muon import MuonConfig, OwnRule, register_rule
 from megatron_muon.mcore.checkpoint.param_groups import config_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import computing_line
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.rules.muon import Muon
 from megatron_muon.rules.own import _WAYS_OUT, _host_reads_refused, tried
 from megatron_muon.settings import rules
@@ -24,16 +24,23 @@ from support import ROOT
 from support.runs import own_rules
 from support.runs.other_rules import Centred
 from support.runs.own_rules import HERE, UNSOUND, polar_express
+from support.sections import whole_parameter
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers these rules, and no others."""
+    return lambda **every: monkeypatch.setattr(rules, "_registered", every)
 
 
 def _tried(name: str, **settings: Any) -> str:
     return tried(Numerics(MuonConfig(rule=name, **settings), "cpu"), (), CPU)
 
 
-def test_a_registered_name_is_a_rules_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_registered", {})
+def test_a_registered_name_is_a_rules_once(register: Callable[..., None]) -> None:
+    register()
     register_rule("polar_once", polar_express)
     assert own_rule("polar_once") == OwnRule(polar_express)
     assert MuonConfig(rule="polar_once").rule == "polar_once"
@@ -63,7 +70,7 @@ def test_what_cannot_be_a_rule_is_refused_by_name(name: str, text: str) -> None:
 
 
 def test_it_is_tried_on_each_shape_that_it_gets(
-    monkeypatch: pytest.MonkeyPatch,
+    register: Callable[..., None],
 ) -> None:
     """Of whole matrices, and of TP slices where there are block steps."""
     tried_on: list[tuple[int, ...]] = []
@@ -72,9 +79,8 @@ def test_it_is_tried_on_each_shape_that_it_gets(
         tried_on.append(tuple(x.shape))
         return x
 
-    monkeypatch.setattr(rules, "_registered", {"seen": OwnRule(seen)})
-    cut = whole_matrix("w", (8, 6), 0, 2)
-    every = [Parameter("w", (8, 6), 0, Span(0, 48), Span(0, 48), 0, *cut)] * 2
+    register(seen=OwnRule(seen))
+    every = [whole_parameter("w", (8, 6), 0, tp=2)] * 2
     for period, expected in ((1, [(2, 16, 6)]), (2, [(2, 8, 6), (2, 16, 6)])):
         tried_on.clear()
         config = MuonConfig(rule="seen", full_period=period)
@@ -101,11 +107,10 @@ def test_a_setting_without_a_meaning_is_refused(
 
 @pytest.mark.parametrize("base", [n for n, row in RULES.items() if row.settings])
 def test_a_subclass_of_a_rule_with_settings_of_its_own_is_refused(
-    base: str, monkeypatch: pytest.MonkeyPatch
+    base: str, register: Callable[..., None]
 ) -> None:
     """Nobody would set its radii, or keep its moments."""
-    mine = type("Mine", (RULES[base].imported(),), {})
-    monkeypatch.setattr(rules, "_registered", {"mine": OwnRule(mine)})
+    register(mine=OwnRule(type("Mine", (RULES[base].imported(),), {})))
     with pytest.raises(ValueError, match=f"mine is a subclass of .*{base}'s"):
         _tried("mine")
 
@@ -121,24 +126,23 @@ def test_a_subclass_of_a_rule_with_settings_of_its_own_is_refused(
     ],
 )
 def test_what_muons_class_does_is_refused_with_a_class_beside_it(
-    settings: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], text: str, register: Callable[..., None]
 ) -> None:
-    every = {"beside": OwnRule(Centred), "below": OwnRule(type("Mine", (Muon,), {}))}
-    monkeypatch.setattr(rules, "_registered", every)
+    below = OwnRule(type("Mine", (Muon,), {}))
+    register(beside=OwnRule(Centred), below=below)
     _tried("beside", scale_mode="shape_scaling")
     _tried("below", **settings)
     with pytest.raises(ValueError, match=f"{text}.* beside is none: leave"):
         _tried("beside", **settings)
 
 
-def test_ranks_compare_a_direction_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled = OwnRule(polar_express, scale=lambda rows, cols: 2.0)
-    every = {"mine": polar_express, "sign": torch.sign, "scaled": scaled}
-    monkeypatch.setattr(
-        rules,
-        "_registered",
-        {name: rules._as_own(rule) for name, rule in every.items()},
-    )
+def test_ranks_compare_a_direction_of_a_matrix(register: Callable[..., None]) -> None:
+    every = {
+        "mine": OwnRule(polar_express),
+        "sign": OwnRule(torch.sign),
+        "scaled": OwnRule(polar_express, scale=lambda rows, cols: 2.0),
+    }
+    register(**every)
     lines = {_tried(name).replace(name, "NAME") for name in every}
     assert len(lines) == len(every)
     assert _tried("mine") == _tried("mine")
@@ -154,11 +158,10 @@ def test_a_module_that_ends_the_process_at_import_is_an_error(
 
 
 def test_gradients_within_enable_grad_are_a_rule(
-    monkeypatch: pytest.MonkeyPatch,
+    register: Callable[..., None],
 ) -> None:
     """The way out that the error names."""
-    mine = OwnRule(torch.enable_grad()(own_rules.by_autograd))
-    monkeypatch.setattr(rules, "_registered", {"mine": mine})
+    register(mine=OwnRule(torch.enable_grad()(own_rules.by_autograd)))
     assert _tried("mine")
 
 

@@ -18,26 +18,21 @@ from megatron_muon.lab.bench.step.meter import Times
 from megatron_muon.lab.commands import main
 from support.benching import OURS, SMALL, command
 
+COLUMNS = """
+name step_ms exchange_ms newton_schulz_ms sent_bytes ns_flops ns_flops_once state_bytes
+peak_bytes rounds_ms newton_schulz_cpu_ms_per_gflop rounds_ungathered_ms exchange_rounds
+"""
 
-@pytest.fixture(scope="module")
-def printed(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, Any], str, Path]:
-    """Of two ranks: JSON, what was printed, and where the files are."""
-    folder = tmp_path_factory.mktemp("bench")
-    files = f"--json {folder / 'steps.json'} --traces {folder}"
+
+def test_json_has_the_schema(tmp_path: Path) -> None:
+    """Of two ranks."""
+    file = tmp_path / "steps.json"
+    files = f"--json {file} --traces {tmp_path}"
     more = "--exchange none naive --parts"
     done = command(f"bench step --tp 1 --dp 2 {SMALL} --rounds 2 {more} {files}")
     assert done.returncode == 0, done.stderr
-    return (
-        json.loads((folder / "steps.json").read_text()),
-        done.stdout + done.stderr,
-        folder,
-    )
-
-
-def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
-    report, text, _ = printed
+    report = json.loads(file.read_text())
+    text = done.stdout + done.stderr
     for sign in ("importing torch", "starting 2 rank(s)", "building adamw"):
         assert sign in text
     assert report.keys() == {"topology", "run", "rows"}
@@ -49,21 +44,7 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
         "upstream-duplicated: left out: " in text
     )
     for row in report["rows"]:
-        assert list(row) == [
-            "name",
-            "step_ms",
-            "exchange_ms",
-            "newton_schulz_ms",
-            "sent_bytes",
-            "ns_flops",
-            "ns_flops_once",
-            "state_bytes",
-            "peak_bytes",
-            "rounds_ms",
-            "newton_schulz_cpu_ms_per_gflop",
-            "rounds_ungathered_ms",
-            "exchange_rounds",
-        ]
+        assert list(row) == COLUMNS.split()
         step = row["step_ms"]
         assert step.keys() == {"median", "min", "max"}
         assert 0 < step["min"] <= step["median"] <= step["max"]
@@ -95,12 +76,8 @@ def _run_with(
 
     def run_ranks(task: Any) -> list[list[Measured]]:
         times = [Times(2.0, {"params-all-gather": 1.0, "rest": 1.0}, 0.0)]
-        return [
-            [
-                Measured(times, weights=weights.get(row.name, 7))
-                for row in task.argument.rows
-            ]
-        ]
+        rows = task.argument.rows
+        return [[Measured(times, weights=weights.get(row.name, 7)) for row in rows]]
 
     monkeypatch.setattr("megatron_muon.lab.bench.step.command.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -140,16 +117,7 @@ def test_the_bench_prints_times_and_flops(
 
     monkeypatch.setitem(peers._PEERS, "emerging_optimizers", lambda *_: lacks)
     file = tmp_path / "speed.json"
-    line = [
-        "bench",
-        "newton-schulz",
-        "--rounds",
-        "2",
-        "--shapes",
-        "16x64",
-        "--json",
-        str(file),
-    ]
+    line = f"bench newton-schulz --rounds 2 --shapes 16x64 --json {file}".split()
     assert main(line) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert {"standard", "gram", "auto", "torch.optim.Muon"} <= set(rows)
@@ -174,28 +142,18 @@ def test_the_bench_prints_times_and_flops(
     assert "\nstandard, at once " in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("newer_option")
 def test_emergings_iteration_runs_in_bf16_after_torchs_newer_option_was_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It asks torch's old option, which cannot be read where a new one contradicts
     it.
     """
-    if not hasattr(torch.backends.mkldnn, "matmul"):
-        pytest.skip("torch before 2.9 has the old option only")
     module = SimpleNamespace(
         newton_schulz=lambda *_: torch.get_float32_matmul_precision()
     )
     name = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
     monkeypatch.setitem(sys.modules, name, module)
-    option = torch.backends.cuda.matmul
-    before = option.fp32_precision
-    option.fp32_precision = "tf32"
-    try:
-        run: Any = dict(peers.peers(5, torch.device("cpu"), torch.float32))[
-            "emerging_optimizers"
-        ]
-        assert not isinstance(run, str), run
-        assert run(torch.ones(2, 2)) == "medium"
-        assert option.fp32_precision == "tf32"
-    finally:
-        option.fp32_precision = before
+    every: Any = dict(peers.peers(5, torch.device("cpu"), torch.float32))
+    assert every["emerging_optimizers"](torch.ones(2, 2)) == "medium"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"

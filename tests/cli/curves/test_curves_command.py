@@ -19,9 +19,9 @@ def validated(step: int, loss: float) -> str:
     return f" validation loss at iteration {step} | lm loss value: {loss:.6E} |"
 
 
-def run_of(tmp_path: Path, name: str, scale: float, steps: int = 200) -> str:
+def run_of(tmp_path: Path, name: str, scale: float) -> str:
     """A log of Megatron's whose losses are 1 + (t / scale)^-0.5."""
-    losses = {t: 1 + (t / scale) ** -0.5 for t in range(1, steps + 1)}
+    losses = {t: 1 + (t / scale) ** -0.5 for t in range(1, 201)}
     lines = [line(*point) for point in losses.items()]
     lines += [validated(t, loss) for t, loss in losses.items() if t % 10 == 0]
     path = tmp_path / f"{name}.log"

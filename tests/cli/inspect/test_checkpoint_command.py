@@ -26,7 +26,7 @@ from support.checkpoints.inspecting import (
     inspect,
 )
 from support.models.gpt import Topology, muon_weights
-from support.processes import environment
+from support.processes import without_launcher
 from support.ranks import run
 
 SHAPES = {
@@ -147,18 +147,8 @@ def test_inspect_runs_as_a_program(sealed: Path) -> None:
     escaped.
     """
     folder = Path(shutil.copytree(sealed, sealed.with_name("Прогон")))
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
-    env = {
-        name: v for name, v in environment().items() if not name.startswith(launcher)
-    }
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "ascii"}
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_muon",
-        "checkpoint",
-        str(folder),
-    ]
+    env = without_launcher(PYTHONIOENCODING="ascii")
+    command = [sys.executable, "-m", "megatron_muon", "checkpoint", str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (

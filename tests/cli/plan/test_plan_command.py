@@ -28,6 +28,7 @@ from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from support.benching import environment
 from support.models.model_flags import LLAMA_3_8B
 from support.models.model_flags import TINY as TINY_WORDS
+from support.processes import report_of
 
 TINY = " ".join(TINY_WORDS)
 TP = "--tensor-model-parallel-size"
@@ -77,6 +78,14 @@ def test_every_algorithm_and_every_assumption_is_printed(
     )
 
 
+STATES = ("main parameters", "Muon's momentum", "AdamW's moments")
+
+
+def muon_row(words: str) -> Any:
+    """The row ``contiguous`` of the small model on four ranks."""
+    return planned(f"{TINY} --world-size 4 {words}").kinds[0].rows[1]
+
+
 def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:
     """2 + 2 bytes an element of Muon's and 2 + 2 + 2 of AdamW's, in place of 4 + 4 and
     4 + 8.
@@ -84,15 +93,11 @@ def test_states_in_fewer_bytes_are_counted_and_copied_in_rounds() -> None:
     bf16 = (
         "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     )
-    rows = [
-        planned(f"{TINY} --world-size 4 {words}").kinds[0].rows[1]
-        for words in ("", bf16)
-    ]
-    wide, narrow = (row.rest for row in rows)
-    for kind in ("main parameters", "Muon's momentum", "AdamW's moments"):
-        assert 0 < 2 * narrow[kind] == wide[kind]
-    assert narrow["parameters"] == wide["parameters"]
-    assert rows[0].peak < rows[1].peak < rows[0].peak + wide["Muon's momentum"]
+    wide, narrow = map(muon_row, ("", bf16))
+    for kind in STATES:
+        assert 0 < 2 * narrow.rest[kind] == wide.rest[kind]
+    assert narrow.rest["parameters"] == wide.rest["parameters"]
+    assert wide.peak < narrow.peak < wide.peak + wide.rest["Muon's momentum"]
 
 
 def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
@@ -100,29 +105,23 @@ def test_state_on_the_host_is_counted_there_and_two_rounds_of_it_here() -> None:
     fp32.
     """
     words = "--use-precision-aware-optimizer --optimizer-cpu-offload"
-    plain, hosted, half = (
-        planned(f"{TINY} --world-size 4 {flags}").kinds[0].rows[1]
-        for flags in ("", words, f"{words} --optimizer-offload-fraction 0.5")
-    )
-    kinds = ("main parameters", "Muon's momentum", "AdamW's moments")
-    assert [hosted.rest[kind] for kind in kinds] == [0, 0, 0]
+    fraction = f"{words} --optimizer-offload-fraction 0.5"
+    plain, hosted, half = map(muon_row, ("", words, fraction))
+    assert [hosted.rest[kind] for kind in STATES] == [0, 0, 0]
     muons, moments = plain.rest["Muon's momentum"], plain.rest["AdamW's moments"]
     assert hosted.host == muons + muons // 2 + moments + moments // 2
     assert half.host == pytest.approx(hosted.host / 2, abs=8)
-    assert sum(half.rest[kind] for kind in kinds) == pytest.approx(
-        hosted.host / 2, abs=8
-    )
+    left = sum(half.rest[kind] for kind in STATES)
+    assert left == pytest.approx(hosted.host / 2, abs=8)
     assert plain.host == 0 and hosted.rest["parameters"] == plain.rest["parameters"]
     assert plain.peak < hosted.peak <= plain.peak + 4 * muons
 
 
 def test_a_period_is_priced_as_its_mean_step() -> None:
+    words = f"{' '.join(LLAMA_3_8B)} {TP} 8 --world-size 8"
     every, period = (
-        planned(f"{words} {TP} 8 --world-size 8", wanted=()).kinds[0].row("contiguous")
-        for words in (
-            " ".join(LLAMA_3_8B),
-            " ".join((*LLAMA_3_8B, "--muon-full-period 5")),
-        )
+        planned(f"{words} {more}", wanted=()).kinds[0].row("contiguous")
+        for more in ("", "--muon-full-period 5")
     )
     assert (every.full, every.block) == (None, None) and period.full == every.seconds
     assert 0 < period.block < period.full and period.whole > period.seconds
@@ -231,14 +230,13 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     assert one != two
 
 
-def written(words: str, file: Path) -> dict:
-    assert main(f"plan {TINY} {words} --json {file}".split()) == 0
-    return json.loads(file.read_text())
+def written(words: str) -> dict[str, Any]:
+    return report_of("plan", *TINY_WORDS, *words.split())
 
 
-def test_a_point_of_a_sweep_is_the_plan_with_that_flag(tmp_path: Path) -> None:
-    swept = written(f"{TP} 2 --sweep dp=1,2", tmp_path / "sweep.json")
-    alone = written(f"{TP} 2 --world-size 4", tmp_path / "plan.json")
+def test_a_point_of_a_sweep_is_the_plan_with_that_flag() -> None:
+    swept = written(f"{TP} 2 --sweep dp=1,2")
+    alone = written(f"{TP} 2 --world-size 4")
     assert [point["value"] for point in swept["points"]] == ["1", "2"]
     last = swept["points"][-1]
     assert last["ranks"]["world"] == 4
@@ -248,39 +246,33 @@ def test_a_point_of_a_sweep_is_the_plan_with_that_flag(tmp_path: Path) -> None:
 def test_a_value_that_is_refused_has_a_reason_and_the_others_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    swept = written("--world-size 4 --sweep tp=1,3,4", tmp_path / "sweep.json")
-    assert (
-        "3: refused: --world-size 4 is not a multiple of TP" in capsys.readouterr().out
-    )
-    assert [bool(point.get("stages")) for point in swept["points"]] == [
-        True,
-        False,
-        True,
-    ]
-
-
-def test_a_sweep_whose_values_are_all_refused_fails_with_their_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """Where all are refused the command fails."""
     file = tmp_path / "sweep.json"
-    words = f"plan {TINY} --world-size 4 --sweep tp=3,5 --json {file}"
-    assert main(words.split()) == 2
-    assert capsys.readouterr().out.count("refused: --world-size 4 is not a multi") == 2
-    assert len(json.loads(file.read_text())["points"]) == 2
+    for values, status, planned in (
+        ("1,3,4", 0, [True, False, True]),
+        ("3,5", 2, [False, False]),
+    ):
+        words = f"plan {TINY} --world-size 4 --sweep tp={values} --json {file}"
+        assert main(words.split()) == status
+        refused = "3: refused: --world-size 4 is not a multiple of TP"
+        text = capsys.readouterr().out
+        assert refused in text and text.count(": refused: ") == planned.count(False)
+        points = json.loads(file.read_text())["points"]
+        assert [bool(point.get("stages")) for point in points] == planned
 
 
-def test_any_flag_can_be_swept(tmp_path: Path) -> None:
+def test_any_flag_can_be_swept() -> None:
     qkv = "*.linear_qkv.weight"
     words = f"--world-size 2 --sweep muon-split=none,{qkv}=whole,{qkv}=heads"
-    swept = written(words, tmp_path / "sweep.json")
+    swept = written(words)
     matrices = [point["stages"][0]["matrices"] for point in swept["points"]]
     # two layers of qkv, proj, fc1 and fc2: q, k and v are one, three or 3 x 4 heads
     assert matrices == [2 * (3 + 3), 2 * (1 + 3), 2 * (12 + 3)]
 
 
-def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
+def test_batches_change_the_share_and_not_the_step() -> None:
     words = "--world-size 2 --seq-length 32 --sweep batch=8,16"
-    small, large = written(words, tmp_path / "sweep.json")["points"]
+    small, large = written(words)["points"]
     assert large["training"]["seconds"] == pytest.approx(
         2 * small["training"]["seconds"]
     )
@@ -325,15 +317,15 @@ def test_what_is_in_force_is_not_offered() -> None:
 
 
 def test_a_gain_is_the_difference_of_two_plans(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     base = "--world-size 4 --muon-ns-dtype bf16"
-    made = written(f"{base} --explain", tmp_path / "explain.json")
+    made = written(f"{base} --explain")
     by_change = {one["change"]: one for one in made["changes"]}
     assert "change, the fastest first" in capsys.readouterr().out
     plain = made["step"]["contiguous"]["seconds"]
     for words in ("--muon-ns-dtype fp16", "--products kernel", f"{TP} 2"):
-        other = written(f"{base} {words}", tmp_path / "other.json")
+        other = written(f"{base} {words}")
         seconds = other["step"]["contiguous"]["seconds"]
         assert by_change[words]["seconds"] == seconds
         assert by_change[words]["gain"] == pytest.approx((plain - seconds) / plain)

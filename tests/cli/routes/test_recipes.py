@@ -8,14 +8,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_muon.lab.commands import main
 from megatron_muon.settings.config import MuonConfig
 from support import ROOT
 from support.megatron_lm.scripts import CHECKOUT, done, needs_checkout
+from support.processes import report_of
 
 RECIPES = ROOT / "examples" / "recipes"
 HEADS = [
@@ -114,14 +113,21 @@ def test_what_the_file_says_is_in_force(
     name: str, by_script: bool, tmp_path: Path
 ) -> None:
     words = words_of(name)
-    file = tmp_path / "routes.json"
-    line = ["routes", "--json", str(file), "--world-size", "1"]
+    line = ["routes", "--world-size", "1"]
     if by_script:
-        line += [str(CHECKOUT / "pretrain_gpt.py"), *MODEL, *OF_A_RUN, *words]
+        file = tmp_path / "routes.json"
+        line += [
+            "--json",
+            str(file),
+            str(CHECKOUT / "pretrain_gpt.py"),
+            *MODEL,
+            *OF_A_RUN,
+            *words,
+        ]
         done([sys.executable, "-m", "megatron_muon", *line])
+        found = json.loads(file.read_text())
     else:
-        assert main([*line, *MODEL, *of_muon(words)]) == 0
-    found: dict[str, Any] = json.loads(file.read_text())
+        found = report_of(*line, *MODEL, *of_muon(words))
     default = json.loads(json.dumps(asdict(MuonConfig())))
     settings, rates = RECIPE[name]
     in_force = found["settings"]

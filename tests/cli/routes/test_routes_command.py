@@ -4,12 +4,12 @@ memory.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from support.models.gpt import (
     start,
 )
 from support.models.model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
-from support.processes import environment
+from support.processes import report_of, without_launcher
 from support.ranks import run
 
 
@@ -44,9 +44,9 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
         plan = dist_opt.muon.plan
         matrices = iter(plan.matrices)
         for parameter in plan.parameters:
+            own = itertools.islice(matrices, len(parameter.matrices))
             plans[parameter.name, parameter.ep_rank] = [
-                (m.name, m.rows, m.cols, m.home)
-                for m in (next(matrices) for _ in parameter.matrices)
+                (m.name, m.rows, m.cols, m.home) for m in own
             ]
     return {
         "stage": built.pp_rank,
@@ -107,8 +107,8 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
     muon = dict(case.muon)
     own = [f"--muon-split={'='.join(split)}" for split in muon.get("splits", ())]
     own += [f"--muon-for={text}" for text in muon.get("by_pattern", ())]
-    routes = routes_json(
-        [*flags_of(case, topology), *own, "--muon-dp-layout", "bucketed"]
+    routes = report_of(
+        "routes", *flags_of(case, topology), *own, "--muon-dp-layout", "bucketed"
     )
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
@@ -140,22 +140,14 @@ def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> N
 def test_the_number_of_buckets_is_a_runs() -> None:
     """Of the model, as run through bucketing in test_bucket_count."""
     flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
-    routes = routes_json(flags)
+    routes = report_of("routes", *flags)
     assert " of 8 gradient bucket(s). " in routes["stages"][0]["lines"][0]
     assert any("about 8 buckets in place of 98" in note for note in routes["notes"])
-    stock = routes_json([*flags, "--muon-dp-layout", "bucketed"])
+    stock = report_of("routes", *flags, "--muon-dp-layout", "bucketed")
     assert " of 98 gradient bucket(s). " in stock["stages"][0]["lines"][0]
 
 
 # --- as a program ---------------------------------------------------------------------
-
-
-def routes_json(argv: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "routes.json")
-        assert main(["routes", "--json", str(file), *argv]) == 0
-        written: dict[str, Any] = json.loads(file.read_text())
-    return written
 
 
 @pytest.mark.timeout(1200)  # seconds of the wall; an idle machine needs a fraction
@@ -165,20 +157,9 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(
     """As a program by itself, with processor time and memory as the kernel counts
     them.
     """
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
-    env = {
-        name: v for name, v in environment().items() if not name.startswith(launcher)
-    }
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_muon",
-        "routes",
-        "--json",
-        "out.json",
-        *DEEPSEEK_V3,
-    ]
+    env = without_launcher(OMP_NUM_THREADS="1")
+    words = "-m megatron_muon routes --json out.json".split()
+    command = [sys.executable, *words, *DEEPSEEK_V3]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(
             command, stdout=out, stderr=err, env=env, cwd=tmp_path
@@ -207,7 +188,7 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(
 def test_hyperball_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
     """Its radii are known once a run has taken a step."""
     flags = [*flags_of(Case(), Topology()), "--muon-rule", "hyperball"]
-    (stage,) = routes_json(flags)["stages"]
+    (stage,) = report_of("routes", *flags)["stages"]
     matrices = [one for row in stage["parameters"] for one in row["matrices"]]
     assert {one["scale"] for one in matrices} == {None}
     assert re.search(r"linear_fc1.* muon +- +", capsys.readouterr().out)
@@ -216,7 +197,7 @@ def test_hyperball_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rates_and_decays_by_pattern_are_shown() -> None:
     flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
     flags += ["--muon-lr-mult", "embedding.word*=2"]
-    (stage,) = routes_json([*TINY, *flags])["stages"]
+    (stage,) = report_of("routes", *TINY, *flags)["stages"]
     factors = {
         row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]
     }
@@ -233,7 +214,7 @@ def test_settings_by_pattern_are_shown(capsys: pytest.CaptureFixture[str]) -> No
     flags = ["--muon-for", "*.0.mlp.linear_fc1.weight:lr=1e-3,rms=0.4,ns_steps=8"]
     flags += ["--muon-for", "*.linear_qkv.weight[v]:momentum=0.9"]
     flags += ["--muon-for", "embedding.word*:weight_decay=0"]
-    (stage,) = routes_json([*TINY, *flags])["stages"]
+    (stage,) = report_of("routes", *TINY, *flags)["stages"]
     fc1 = "decoder.layers.{}.mlp.linear_fc1.weight"
     qkv = "decoder.layers.{}.self_attention.linear_qkv.weight"
     found: dict[str, str] = {}
@@ -264,7 +245,7 @@ def test_a_preset_is_read_by_its_name_and_changed_by_flags(name: str) -> None:
     Megatron-LM's own.
     """
     small = ["--num-layers", "4", "--dp", "2", "--moe-layer-freq", "1"]
-    routes = routes_json(["--model", name, *small])
+    routes = report_of("routes", "--model", name, *small)
     assert routes["ranks"]["world"] == 2 and len(routes["stages"]) == 1
     layers = {
         row["name"].split(".")[2] for row in routes["stages"][0]["parameters"][1:-2]

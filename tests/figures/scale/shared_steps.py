@@ -10,14 +10,12 @@ the busiest rank's Newton-Schulz.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 
 from figures.priced_models import CASES as MODELS
-from figures.priced_models import Case
-from figures.stages import stage_of
-from megatron_muon.lab.pricing.hardware import Hardware
-from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.lab.pricing.step import price_step
+from figures.priced_models import Case, chosen
+from figures.stages import stage_of, step_of
+from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.upstream import TpMode, price_layer_wise
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B, PP, TP
 
@@ -36,36 +34,22 @@ LARGE = (
 
 def main() -> None:
     """Print a row for each model."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--hardware", default="h100")
-    given = parser.parse_args()
-    hardware = hardware_of(given.hardware, [])
     heads = " | ".join(ASKED)
     print(f"| ms | {heads} | upstream blockwise / duplicated / distributed |")
     print("|---" + "|--:" * (len(ASKED) + 1) + "|")
-    for case in (*MODELS, *LARGE):
-        if not given.words or any(word in case.name for word in given.words):
-            print(f"| {' | '.join([case.name, *_cells(case, hardware)])} |", flush=True)
+    for case in chosen((*MODELS, *LARGE)):
+        print(f"| {' | '.join([case.name, *_cells(case)])} |", flush=True)
 
 
-def _cells(case: Case, hardware: Hardware) -> list[str]:
-    cells = []
+def _cells(case: Case) -> Iterator[str]:
+    words = f"{case.words} --muon-preset fast --muon-split-matrices"
     for asked in ASKED:
-        words = f"{case.words} --muon-preset fast --muon-split-matrices {asked}"
-        config, optimizers = stage_of(words, "cuda_symmetric")
-        step = price_step(optimizers, config, hardware, device="cuda_symmetric")
-        cells.append(
-            f"{1e3 * step.seconds:.1f} ({1e3 * step.newton_schulz_busiest:.1f})"
-        )
-    config, whole = stage_of(
-        f"{case.words} --muon-preset fast --muon-split-matrices off"
-    )
+        step = step_of(f"{words} {asked}", "cuda_symmetric")
+        yield f"{1e3 * step.seconds:.1f} ({1e3 * step.newton_schulz_busiest:.1f})"
+    config, whole = stage_of(f"{words} off")
     modes: tuple[TpMode, ...] = "blockwise", "duplicated", "distributed"
-    times = (
-        price_layer_wise(whole, config, hardware, mode)[0].seconds for mode in modes
-    )
-    return [*cells, " / ".join(f"{1e3 * time:.1f}" for time in times)]
+    times = (price_layer_wise(whole, config, H100, mode)[0].seconds for mode in modes)
+    yield " / ".join(f"{1e3 * time:.1f}" for time in times)
 
 
 if __name__ == "__main__":

@@ -9,32 +9,28 @@ import pytest
 
 from megatron_muon.mcore.checkpoint import manifest
 from support.megatron_lm.scripts import (
-    CHECKOUT,
     MUON,
     known_flags,
     losses,
     needs_checkout,
+    needs_torch_dist,
     pretrain,
     steps,
-    version,
 )
 from support.started import lines_at_start
 
-pytestmark = [
-    needs_checkout,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(
-        CHECKOUT.exists() and version() < (0, 15),
-        reason=(
-            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
-        ),
-    ),
-]
+pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
+Six = tuple[Path, str]
 RUN = f"{MUON} --bf16 --lr-decay-style constant --ckpt-format torch_dist"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _can_save() -> None:
+    needs_torch_dist()
+
+
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def six(tmp_path_factory: pytest.TempPathFactory) -> Six:
     """Six steps, saved at the third and the sixth while training goes on; and what it
     printed.
     """
@@ -50,9 +46,7 @@ def complete(folder: Path) -> list[int]:
     ]
 
 
-def test_an_asynchronous_save_is_sealed_and_resumes(
-    six: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_an_asynchronous_save_is_sealed_and_resumes(six: Six, tmp_path: Path) -> None:
     folder, text = six
     assert complete(folder) == [3, 6]
     again = pretrain(1, f"{RUN} --load {folder} --ckpt-step 3 --train-iters 6")
@@ -63,9 +57,7 @@ def test_an_asynchronous_save_is_sealed_and_resumes(
     assert 1 <= len(loads) <= 3 and any("files checked" in line for line in loads)
 
 
-def test_a_persistent_worker_saves_on_a_cpu(
-    six: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_persistent_worker_saves_on_a_cpu(six: Six, tmp_path: Path) -> None:
     """Megatron spawns it, so it has what the runtime replaces only if it is given to
     it.
     """
@@ -79,7 +71,7 @@ def test_a_persistent_worker_saves_on_a_cpu(
     assert steps(text) == steps(six[1])
 
 
-def test_finetune_loads_only_the_model(six: tuple[Path, str]) -> None:
+def test_finetune_loads_only_the_model(six: Six) -> None:
     folder, text = six
     again = pretrain(1, f"{RUN} --load {folder} --finetune --train-iters 2")
     assert list(steps(again)) == [1, 2]
@@ -87,7 +79,7 @@ def test_finetune_loads_only_the_model(six: tuple[Path, str]) -> None:
     assert losses(again)[0] < losses(text)[0] - 0.1
 
 
-def test_no_load_optim_starts_momentum_anew(six: tuple[Path, str]) -> None:
+def test_no_load_optim_starts_momentum_anew(six: Six) -> None:
     folder, text = six
     again = pretrain(
         1, f"{RUN} --load {folder} --ckpt-step 3 --no-load-optim --train-iters 6"
@@ -97,7 +89,7 @@ def test_no_load_optim_starts_momentum_anew(six: tuple[Path, str]) -> None:
 
 
 def test_a_run_resumes_from_a_non_persistent_checkpoint(
-    six: tuple[Path, str], tmp_path: Path
+    six: Six, tmp_path: Path
 ) -> None:
     """The global kind: in a folder of its own."""
     kind = (
@@ -140,7 +132,7 @@ def test_a_run_resumes_from_a_local_checkpoint(algorithm: str, tmp_path: Path) -
 
 
 def test_a_pretrained_checkpoint_is_where_a_run_without_one_starts(
-    six: tuple[Path, str], tmp_path: Path
+    six: Six, tmp_path: Path
 ) -> None:
     folder, text = six
     where = f"--pretrained-checkpoint {folder} --save {tmp_path} --load {tmp_path}"

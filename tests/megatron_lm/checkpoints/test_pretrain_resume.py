@@ -22,6 +22,7 @@ from support.megatron_lm.scripts import (
     PATHS,
     environment,
     needs_checkout,
+    needs_torch_dist,
     pretrain,
     pretrain_command,
     steps,
@@ -75,65 +76,43 @@ def signalled(
     return log.read_text()
 
 
-def assert_goes_on(after: dict[int, str], whole: dict[int, str], last: int) -> None:
-    """As the whole run; Megatron's second line after a start has the mean of two
-    iterations.
-    """
-    assert list(after) == list(range(last + 1, LAST + 1))
-    assert all(after[n] == whole[n] for n in after if n != last + 2)
-
-
 @pytest.mark.parametrize(
-    ("layout", "format"),
+    ("number", "layout", "format"),
     [
-        ("tp2", "torch"),
-        ("tp2", "torch_dist"),
-        pytest.param("tp2-pp2-dp2", "torch_dist", marks=pytest.mark.slow),
+        (signal.SIGKILL, "tp2", "torch"),
+        (signal.SIGKILL, "tp2", "torch_dist"),
+        pytest.param(
+            signal.SIGKILL, "tp2-pp2-dp2", "torch_dist", marks=pytest.mark.slow
+        ),
+        (signal.SIGTERM, "tp2", "torch"),
+        (signal.SIGTERM, "tp2", "torch_dist"),
     ],
 )
-def test_a_killed_run_resumes_bit_for_bit(
-    layout: str, format: str, tmp_path: Path
+def test_a_run_that_a_signal_ends_resumes_bit_for_bit(
+    number: signal.Signals, layout: str, format: str, tmp_path: Path
 ) -> None:
-    if format == "torch_dist" and version() < (0, 15):
-        pytest.skip(
-            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
-        )
+    """A killed one from its last save. With --exit-signal-handler SIGTERM on one rank,
+    as before a preemption, ends the run after its step, with a save.
+    """
+    needs_torch_dist(format)
     processes, parallel = LAYOUTS[layout]
     whole = steps(pretrain(processes, RUN, parallel))
     saved = tmp_path / "saved"
     where = f"--ckpt-format {format} --save {saved} --load {saved}"
-    before = steps(signalled(tmp_path, signal.SIGKILL, processes, RUN, parallel, where))
+    if number == signal.SIGTERM:
+        where += " --exit-signal-handler --save-interval 100"
+    text = signalled(tmp_path, number, processes, RUN, parallel, where)
+    before = steps(text)
     last = int((saved / "latest_checkpointed_iteration.txt").read_text())
     assert 3 <= last < LAST and 5 in before
+    if number == signal.SIGTERM:
+        assert "exiting program after receiving SIGTERM" in text
+        assert max(before) == last >= 5
     after = steps(pretrain(processes, RUN, parallel, where))
-    assert_goes_on(after, whole, last)
-    assert {n: before[n] for n in (1, 3, 4, 5)} == {n: whole[n] for n in (1, 3, 4, 5)}
-
-
-@pytest.mark.parametrize("format", ["torch", "torch_dist"])
-def test_a_preempted_run_saves_and_resumes_bit_for_bit(
-    format: str, tmp_path: Path
-) -> None:
-    """With --exit-signal-handler SIGTERM on one rank ends the run after its step, with
-    a save.
-    """
-    if format == "torch_dist" and version() < (0, 15):
-        pytest.skip(
-            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
-        )
-    processes, parallel = LAYOUTS["tp2"]
-    whole = steps(pretrain(processes, RUN, parallel))
-    saved = tmp_path / "saved"
-    where = (
-        f"--ckpt-format {format} --save {saved} --load {saved} --exit-signal-handler"
-    )
-    options = (RUN, parallel, where, "--save-interval 100")
-    before = signalled(tmp_path, signal.SIGTERM, processes, *options)
-    assert "exiting program after receiving SIGTERM" in before
-    last = int((saved / "latest_checkpointed_iteration.txt").read_text())
-    assert 5 <= last < LAST and max(steps(before)) == last
-    after = steps(pretrain(processes, *options))
-    assert_goes_on(after, whole, last)
+    assert list(after) == list(range(last + 1, LAST + 1))
+    # Megatron's second line after a start has the mean of two iterations
+    assert all(after[n] == whole[n] for n in after if n != last + 2)
+    assert all(before[n] == whole[n] for n in (1, 3, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +211,7 @@ def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
 
 def test_another_tp_at_a_resume_names_what_loads_there(tmp_path: Path) -> None:
     """In the format that a save has by default; Megatron's error names another flag."""
-    if version() < (0, 15):
-        pytest.skip(
-            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
-        )
+    needs_torch_dist()
     where = f"--ckpt-format torch_dist --save {tmp_path} --load {tmp_path}"
     where += " --save-interval 100"
     for optimizer in (MUON, f"{MUON} --optimizer adam"):
@@ -256,10 +232,7 @@ def test_experts_at_another_dp_size_name_the_flag(
     optimizer: str, tmp_path: Path
 ) -> None:
     """Megatron of core 0.16 saves random states by DP rank then; others save one."""
-    if version() < (0, 15):
-        pytest.skip(
-            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
-        )
+    needs_torch_dist()
     run = f"--optimizer {optimizer} --use-distributed-optimizer --bf16 {EXPERTS}"
     run += " --lr-decay-style constant --ckpt-format torch_dist --train-iters 4"
     where = f"--save {tmp_path} --load {tmp_path} --save-interval 2"

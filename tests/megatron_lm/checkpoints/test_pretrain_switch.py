@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import os
 import re
@@ -16,6 +15,7 @@ from support.megatron_lm.scripts import (
     PATHS,
     losses,
     needs_checkout,
+    needs_torch_dist,
     pretrain,
     version,
     without_plugin,
@@ -28,10 +28,7 @@ FORMATS = ["torch", pytest.param("torch_dist", marks=pytest.mark.slow)]
 
 def options(folder: Path, format: str) -> str:
     """Four steps, saved, from where the last run has stopped."""
-    if format == "torch_dist" and version() < (0, 15):
-        pytest.skip(
-            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
-        )
+    needs_torch_dist(format)
     schedule = f"--train-iters 12 --lr-decay-iters 12 --bf16 --ckpt-format {format}"
     return (
         f"{schedule} --save {folder} --load {folder} --save-interval 100 "
@@ -50,6 +47,12 @@ def saved_and_unswitched(optimizer: str, saved: Path, format: str) -> list[float
     return losses(pretrain(2, optimizer, options(copy, format)))
 
 
+def assert_switched(text: str, unswitched: list[float]) -> None:
+    """A run with other steps from the same weights."""
+    switched = losses(text)
+    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_adamw_to_muon_and_on(format: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
@@ -61,8 +64,7 @@ def test_adamw_to_muon_and_on(format: str, tmp_path: Path) -> None:
     switch = f"{MUON} --muon-from-adamw momentum"
     text = pretrain(2, switch, options(saved, format))
     assert "is AdamW's: Muon's momentum starts as exp_avg / (1 - β1)" in text
-    switched = losses(text)
-    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    assert_switched(text, unswitched)
     text = pretrain(2, switch, options(saved, format))  # a restart by the same line
     assert "is AdamW's" not in text and len(losses(text)) == 4
 
@@ -74,8 +76,7 @@ def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) ->
     switch = f"{ADAM} --adamw-from-muon"
     text = pretrain(2, switch, options(saved, format))
     assert "is Muon's: Adam's moments of what Muon had start at zero" in text
-    switched = losses(text)
-    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    assert_switched(text, unswitched)
     shutil.copytree(saved, copy)
     third = losses(pretrain(2, switch, options(saved, format)))
     alone = losses(without_plugin(2, ADAM, options(copy, format)))
@@ -102,8 +103,7 @@ def test_a_run_resumes_with_another_routing_by_way_of_adamw(
     assert not losses(pretrain(2, ADAM, keeps, whole, carried))  # no step
     routed += " --muon-from-adamw momentum --overlap-grad-reduce"
     goes_on = options(between, format).replace(f"--save {between}", f"--save {new}")
-    switched = losses(pretrain(2, routed, goes_on))
-    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    assert_switched(pretrain(2, routed, goes_on), unswitched)
     assert len(losses(pretrain(2, routed, options(new, format)))) == 4  # and on
 
 
@@ -126,35 +126,30 @@ def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
     assert re.findall(r"learning rate: (\S+)", text)[0] == "9.250000E-03"
 
 
-EMERGING = importlib.util.find_spec("emerging_optimizers")  # see megatrons_muon
+TP2 = "--tensor-model-parallel-size 2"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
 def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     """Its layer-wise Muon, without the plugin; then the plugin's at the same topology
     and at DP 2, where bf16 activations are summed in another order. (With DP its ranks
     gather pieces of several sizes, which gloo cannot.)
     """
-    if version() < (0, 16):
-        pytest.skip("this Megatron has no Muon of its own")
-    path = _path_with(EMERGING)
+    path = _path_of_megatrons_own()
     saved, copy, third = tmp_path / "saved", tmp_path / "copy", tmp_path / "third"
-    tp2 = "--tensor-model-parallel-size 2"
     # AdamW's part
     whole = "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""
-    own = f"--optimizer dist_muon {tp2} {whole}"
+    own = f"--optimizer dist_muon {TP2} {whole}"
     without_plugin(2, own, options(saved, "torch_dist"), **path)
     shutil.copytree(saved, copy)
     shutil.copytree(saved, third)
     unswitched = losses(without_plugin(2, own, options(copy, "torch_dist"), **path))
-    muon = f"{MUON} --muon-momentum 0.9 {tp2}"
+    muon = f"{MUON} --muon-momentum 0.9 {TP2}"
     text = pretrain(2, muon, options(saved, "torch_dist"))
     assert "is of Megatron's own Muon: its momentum, a mean, goes on as" in text
     assert "its other settings, if they were Megatron's defaults, are --muon-" in text
     assert "so its files are not checked" in text
-    switched = losses(text)
-    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    assert_switched(text, unswitched)
     text = pretrain(2, muon, options(saved, "torch_dist"))  # a restart by the same line
     assert "Megatron's own Muon: its" not in text and len(losses(text)) == 4
     dp2 = f"{MUON} --muon-momentum 0.8 --ckpt-fully-parallel-load"
@@ -167,17 +162,11 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
 def test_megatrons_own_muon_loads_the_model_of_a_muon_run(tmp_path: Path) -> None:
-    if version() < (0, 16):
-        pytest.skip("this Megatron has no Muon of its own")
-    saved, path, tp2 = (
-        tmp_path / "saved",
-        _path_with(EMERGING),
-        "--tensor-model-parallel-size 2",
-    )
-    unswitched = saved_and_unswitched(f"{MUON} {tp2}", saved, "torch_dist")
-    own = f"--optimizer muon --muon-backend upstream {tp2}"
+    saved = tmp_path / "saved"
+    path = _path_of_megatrons_own()
+    unswitched = saved_and_unswitched(f"{MUON} {TP2}", saved, "torch_dist")
+    own = f"--optimizer muon --muon-backend upstream {TP2}"
     text = pretrain(2, own, options(saved, "torch_dist"), fails=True, **path)
     assert (
         "Muon's optimizer state: --optimizer muon of Megatron's own cannot read it"
@@ -187,9 +176,12 @@ def test_megatrons_own_muon_loads_the_model_of_a_muon_run(tmp_path: Path) -> Non
     assert losses(text)[0] == unswitched[0]
 
 
-def _path_with(spec: importlib.machinery.ModuleSpec | None) -> dict[str, str]:
-    assert spec is not None and spec.origin is not None
-    places = [
-        str(Path(place).parent) for place in spec.submodule_search_locations or ()
-    ]
+def _path_of_megatrons_own() -> dict[str, str]:
+    """PYTHONPATH with what Megatron's own Muon needs: see ``megatrons_muon``."""
+    if version() < (0, 16):
+        pytest.skip("this Megatron has no Muon of its own")
+    emerging = importlib.util.find_spec("emerging_optimizers")
+    if emerging is None:
+        pytest.skip("emerging_optimizers is not on PYTHONPATH")
+    places = [str(Path(place).parent) for place in emerging.submodule_search_locations]
     return {"PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *places])}

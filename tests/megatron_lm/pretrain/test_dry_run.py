@@ -131,17 +131,18 @@ def test_a_hybrid_model_is_what_its_script_builds() -> None:
     rows = parameters(routes(str(CHECKOUT / "pretrain_mamba.py"), *options))
     inner, groups, state, head = 128, 4, 16, 16
     size = 2 * inner + 2 * groups * state + inner // head
+    shapes = {
+        "in_proj.weight": [size, 64],
+        "out_proj.weight": [64, inner],
+        "A_log": [inner // head],
+        "norm.weight": [inner],
+    }
     for layer in (0, 3):
         mixer = f"decoder.layers.{layer}.mixer"
-        assert rows[f"{mixer}.in_proj.weight"]["shape"] == [size, 64]
-        assert rows[f"{mixer}.out_proj.weight"]["shape"] == [64, inner]
-        assert rows[f"{mixer}.A_log"]["shape"] == [inner // head]
-        assert rows[f"{mixer}.norm.weight"]["shape"] == [inner]
+        assert shapes == {name: rows[f"{mixer}.{name}"]["shape"] for name in shapes}
         assert rows[f"{mixer}.out_proj.weight"]["optimizer"] == "muon"
-    assert rows["decoder.layers.1.self_attention.linear_qkv.weight"]["shape"] == [
-        128,
-        64,
-    ]
+    qkv = rows["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert qkv["shape"] == [128, 64]
     assert rows["decoder.layers.2.mlp.linear_fc2.weight"]["optimizer"] == "muon"
 
 
@@ -227,18 +228,8 @@ def test_a_sweep_runs_the_script_again_and_nothing_is_written(tmp_path: Path) ->
         f"--save {tmp_path}/s --save-interval 2 --tensorboard-dir {tmp_path}/t "
         "--wandb-project p"
     )
-    line = [
-        "plan",
-        "--world-size",
-        "4",
-        "--sweep",
-        "tp=1,3,2",
-        "--json",
-        f"{tmp_path}/plan.json",
-    ]
-    text = muon(
-        *line, GPT, *words(MODEL, MOCK, RUN, "--bf16", save, "--wandb-exp-name e")
-    )
+    line = f"plan --world-size 4 --sweep tp=1,3,2 --json {tmp_path}/plan.json {GPT}"
+    text = muon(*words(line, MODEL, MOCK, RUN, "--bf16", save, "--wandb-exp-name e"))
     assert "3: refused: " in text and "Traceback" not in text
     points = json.loads((tmp_path / "plan.json").read_text())["points"]
     assert [bool(point.get("stages")) for point in points] == [True, False, True]
@@ -261,12 +252,6 @@ def test_a_sweep_runs_the_script_again_and_nothing_is_written(tmp_path: Path) ->
 def test_what_megatron_or_the_plugin_refuses_is_one_line(
     options: str, said: str
 ) -> None:
-    line = [
-        "routes",
-        "--world-size",
-        "2",
-        GPT,
-        *words(MODEL, MOCK, RUN, "--bf16", options),
-    ]
+    line = words("routes --world-size 2", GPT, MODEL, MOCK, RUN, "--bf16", options)
     text = muon(*line, fails=True)
     assert said in text.strip().split("\n")[-1] and "Traceback" not in text

@@ -26,6 +26,7 @@ from support.megatron_lm.scripts import (
     CHECKOUT,
     MODEL,
     MUON,
+    falling,
     losses,
     needs_checkout,
     pretrain,
@@ -187,11 +188,7 @@ def _path(*more: Path) -> str:
 def trained(name: str, layout: str, *flags: str) -> str:
     """What training a model prints."""
     script, options = _command(MODELS[name], layout)
-    processes = 1
-    if layout == MTP_ALONE:
-        processes = 3
-    elif layout:
-        processes = 2
+    processes = {"": 1, MTP_ALONE: 3}.get(layout, 2)
     given = processes, RUN, options, layout, *flags
     return pretrain(*given, script=script, model=_model(options), PYTHONPATH=_path())
 
@@ -209,7 +206,7 @@ def needs(name: str, layout: str) -> None:
 @cache
 def alone(name: str, folder: Path) -> list[float]:
     """The losses of six steps in fp32 on one process, which saves after three."""
-    return losses(trained(name, "", f"--save {folder / name} --save-interval 3"))
+    return falling(trained(name, "", f"--save {folder / name} --save-interval 3"))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +225,6 @@ def test_a_run_resumes_elsewhere_as_on_one_process(
     """
     needs(name, layout)
     expected = alone(name, folder)
-    assert len(expected) >= 6 and expected[5] < expected[2] < expected[0]
     text = trained(name, layout, f"--load {folder / name} --ckpt-step 3 --no-load-rng")
     fourth, _, sixth = losses(text)[:3]  # Megatron's second line is the mean of two
     assert [fourth, sixth] == pytest.approx([expected[3], expected[5]], rel=2e-5)
@@ -241,9 +237,9 @@ def test_hyper_connections_train_in_bf16(layout: str) -> None:
     """
     needs("hyper-connections", layout)
     one, there = (
-        losses(trained("hyper-connections", each, "--bf16")) for each in ("", layout)
+        falling(trained("hyper-connections", each, "--bf16")) for each in ("", layout)
     )
-    assert there == pytest.approx(one, rel=2**-7) and there[5] < there[2] < there[0]
+    assert there == pytest.approx(one, rel=2**-7)
 
 
 @pytest.mark.parametrize(("name", "layout"), SWITCHED, ids=str)
@@ -310,10 +306,10 @@ def test_a_run_with_state_on_the_host_resumes_with_the_same_losses(
     otherwise.
     """
     name = "mla-mtp" if EP2 in layout else "dense"
-    whole = losses(
+    whole = falling(
         trained(name, layout, ON_HOST, f"--save {tmp_path} --save-interval 3")
     )
     plain = losses(trained(name, layout, "--bf16"))
-    assert whole[5] < whole[2] < whole[0] and whole == pytest.approx(plain, rel=2e-3)
+    assert whole == pytest.approx(plain, rel=2e-3)
     again = losses(trained(name, layout, ON_HOST, f"--load {tmp_path} --ckpt-step 3"))
     assert [again[at] for at in (0, 2)] == [whole[at] for at in (3, 5)]

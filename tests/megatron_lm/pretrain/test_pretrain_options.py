@@ -6,7 +6,6 @@ checkouts. With an option a run trains, or an error names it before training.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -29,10 +28,7 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 # (processes, options) by what they are called; a run has all of a row's options at
 # once.
 RUNS = {
-    (
-        "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit "
-        "signal handler"
-    ): (
+    "parameters' norm, zeros in gradients, timers, TensorBoard, signal handler": (
         1,
         "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 "
         "--exit-signal-handler --tensorboard-dir {folder}/tensorboard "
@@ -90,40 +86,29 @@ RUNS = {
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
     # fp32 weights in a bf16 model
     "--enable-hyper-connections": (2, "--enable-hyper-connections"),
-    "--optimizer-cpu-offload --use-precision-aware-optimizer": (
-        1,
-        "--optimizer-cpu-offload --use-precision-aware-optimizer",
-    ),
-    "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
-    # Megatron divides by it, with AdamW, too
-    "--eval-interval 0": (1, "--eval-interval 0"),
-    "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
 }
-_ALONE = ("--use-precision-aware-optimizer", "--use-custom-fsdp", "--use-megatron-fsdp")
-_ALONE += ("--optimizer-cuda-graph",)
-_OF_BRANCHES = ("--chunked-optimizer-state-offload", "--offload-optimizer-states")
-_OF_BRANCHES += ("--low-memory-resume", "--head-wise-attn-gate", "--use-dualpipev")
-RUNS |= {flag: (1, flag) for flag in (*_ALONE, *_OF_BRANCHES)}
-REFUSED = {  # what the error must name
+# Options, and what the error must name.
+REFUSED = {
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
     "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
     "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
     "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
-    "--fp8-param-gather": r"fp8.param",  # without a GPU it is refused for that reason
+    # without a GPU it is refused for that reason
+    "--fp8-format e4m3 --fp8-param-gather": r"fp8.param",
     "--optimizer-cuda-graph": r"optimizer.cuda.graph",
+    # Megatron divides by it, with AdamW, too
     "--eval-interval 0": r"^Megatron divides by --eval-interval",
-}
-REFUSED |= {flag: f"{flag} yet: " for flag in _OF_BRANCHES}
-SIGNS = {  # what a run with the options prints
-    (
-        "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit "
-        "signal handler"
-    ): (
-        "params norm:",
-        "num zeros:",
-        "optimizer-inner-step",  # a timer of level 1
-    )
+    **{
+        flag: f"{flag} yet: "
+        for flag in (
+            "--chunked-optimizer-state-offload",
+            "--offload-optimizer-states",
+            "--low-memory-resume",
+            "--head-wise-attn-gate",
+            "--use-dualpipev",
+        )
+    },
 }
 ENVIRONMENT = {
     "WANDB_MODE": "offline",
@@ -132,42 +117,46 @@ ENVIRONMENT = {
 }
 
 
-def options_of(row: str, folder: Path) -> tuple[int, str]:
-    processes, options = RUNS[row]
+# What the first run prints, the last of a timer of level 1.
+SIGNS = ("params norm:", "num zeros:", "optimizer-inner-step")
+
+
+def known(options: str) -> str:
+    """The options of a run whose flags this Megatron has."""
     for flag in re.findall(r"(?<!\S)--[\w-]+", options):
         if flag not in known_flags():
             pytest.skip(f"this Megatron has no {flag}")
-    if "wandb" in options and importlib.util.find_spec("wandb") is None:
-        pytest.skip("wandb is not installed")
-    precision = "" if "--fp16" in options else "--bf16"
-    return processes, f"{precision} {options.format(folder=folder)}"
+    return options if "--fp16" in options else f"--bf16 {options}"
 
 
-@pytest.mark.parametrize("row", [row for row in RUNS if row not in REFUSED])
+@pytest.mark.parametrize("row", RUNS)
 def test_an_option_runs(row: str, tmp_path: Path) -> None:
-    processes, options = options_of(row, tmp_path)
-    text = pretrain(processes, MUON, options, **ENVIRONMENT)
+    processes, options = RUNS[row]
+    if "wandb" in options:
+        pytest.importorskip("wandb")
+    given = known(options.format(folder=tmp_path))
+    text = pretrain(processes, MUON, given, **ENVIRONMENT)
     by_step = losses(text)
     assert len(by_step) >= 6 and by_step[5] < by_step[0], text[-3000:]
     assert "is active: Distributed Muon" in text
     events = [file.read_bytes() for file in tmp_path.rglob("events.out.tfevents.*")]
     # up to 0.14 timers that are written there are not printed
-    for sign in SIGNS.get(row, ()):
+    for sign in SIGNS if "--log-params-norm" in options else ():
         assert sign in text or any(sign.encode() in event for event in events), sign
     assert events or "tensorboard" not in options
 
 
-@pytest.mark.parametrize("row", REFUSED)
-def test_an_option_is_refused(row: str, tmp_path: Path) -> None:
-    processes, options = options_of(row, tmp_path)
+@pytest.mark.parametrize("options", REFUSED)
+def test_an_option_is_refused(options: str) -> None:
     # Megatron wants that
-    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}
-    text = pretrain(processes, MUON, options, fails=True, **more)
+    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in options else {}
+    processes = 2 if options == "--use-torch-fsdp2" else 1
+    text = pretrain(processes, MUON, known(options), fails=True, **more)
     error = (
         r"(?:^|\]: )\w+(?:Error|Exception): (.*(?:\n  --.*)*)"  # a list of options, too
     )
     errors = re.findall(error, text, re.MULTILINE)
-    refusals = [error for error in errors if re.search(REFUSED[row], error)]
+    refusals = [error for error in errors if re.search(REFUSED[options], error)]
     assert refusals, text[-3000:]
     assert losses(text) == []
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from support.megatron_lm.against_oracle import oracle_of, outside, recorded, stepped
-from support.megatron_lm.scripts import MUON, alone, needs_checkout, pretrain, steps
+from support.megatron_lm.scripts import (
+    MUON,
+    alone,
+    needs_checkout,
+    pretrain,
+    scalars,
+    steps,
+)
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 
@@ -55,15 +62,10 @@ def _run(
     """What Megatron prints of each step, and the largest logits in TensorBoard where
     they are.
     """
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
+    pytest.importorskip("tensorboard")
     options = ("--bf16", "--disable-bias-linear", f"--tensorboard-dir {folder}")
     printed = steps(pretrain(2, optimizer, *options, *clip))
-    events = accumulator.EventAccumulator(str(folder)).Reload()
-    name = "max_attention_logit"
-    known = name in events.Tags()["scalars"]
-    return printed, [event.value for event in events.Scalars(name)] if known else []
+    return printed, [*scalars(folder).get("max_attention_logit", {}).values()]
 
 
 @OPTIMIZERS

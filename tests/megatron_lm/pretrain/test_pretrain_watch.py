@@ -6,10 +6,8 @@ MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_watch.py
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,26 +19,12 @@ from support.megatron_lm.scripts import (
     losses,
     needs_checkout,
     pretrain,
+    scalars,
     steps,
 )
 
-needs_tensorboard = pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is an extra"
-)
-pytestmark = [needs_checkout, needs_tensorboard, pytest.mark.timeout(900)]
+pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 TP_PP = f"{MUON} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16"
-
-
-def _scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's own reading of its event files: value by step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read: Any = EventAccumulator(str(folder))
-    read.Reload()
-    return {
-        tag: {event.step: event.value for event in read.Scalars(tag)}
-        for tag in read.Tags()["scalars"]
-    }
 
 
 def _rows(folder: Path, number: str) -> dict[str, dict[int, float]]:
@@ -48,13 +32,14 @@ def _rows(folder: Path, number: str) -> dict[str, dict[int, float]]:
     tag = f"muon_{number}/"
     return {
         name.removeprefix(tag): values
-        for name, values in _scalars(folder).items()
+        for name, values in scalars(folder).items()
         if name.startswith(tag)
     }
 
 
 def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> None:
     """Without a writer the log has their ranges."""
+    pytest.importorskip("tensorboard")
     interval = "--muon-log-interval 2"
     logged = pretrain(4, TP_PP, f"{interval} --tensorboard-dir {tmp_path}")
     silent = pretrain(4, TP_PP, interval)
@@ -75,6 +60,7 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
 
 def test_a_run_that_resumes_counts_iterations_as_megatron_does(tmp_path: Path) -> None:
     """Of a logging step that comes first, the layers' outputs are there, too."""
+    pytest.importorskip("tensorboard")
     save = (
         f"{MUON} --save {tmp_path} --save-interval 3 --muon-log-interval 2 "
         f"--ckpt-format torch --tensorboard-dir {tmp_path / 'events'}"

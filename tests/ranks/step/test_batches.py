@@ -42,7 +42,7 @@ def _matrices(count: int, rows: int, cols: int) -> list[torch.Tensor]:
 def test_a_matrix_in_a_batch_has_the_bits_that_it_has_alone(
     shape: tuple[int, int], iteration: NsIteration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what rounding amounts to: see test_newton_schulz.test_fp32_equals_float64,
+    """To what rounding amounts to: see test_coefficients.test_fp32_equals_the_oracle,
     twice.
     """
     monkeypatch.setattr(newton_schulz, "takes_batches", lambda device: True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from support.processes import python
 
+Report = Callable[..., None]  # of the fixture ``report``
+Check = Callable[[], None]  # of ``needs_gpu``
 DeviceName = Literal["cuda", "cpu"]
 CPU_RANKS = 2
 

@@ -62,6 +62,14 @@ def version() -> tuple[int, ...]:
     )
 
 
+def needs_torch_dist(format: str = "torch_dist") -> None:
+    """Skip a test where this Megatron cannot save in that format."""
+    if format == "torch_dist" and version() < (0, 15):
+        pytest.skip(
+            "this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too"
+        )
+
+
 def environment(**more: str) -> dict[str, str]:
     python = Path(sys.executable)
     # make takes python3 and python3-config from PATH
@@ -162,6 +170,13 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
 
 
+def falling(text: str) -> list[float]:
+    """The losses of six steps or more, of which the third and the sixth are lower."""
+    by_step = losses(text)
+    assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0], text[-3000:]
+    return by_step
+
+
 def steps(text: str) -> dict[int, str]:
     """What Megatron prints of each iteration: loss, loss scale and norm, to the last
     digit.
@@ -170,6 +185,18 @@ def steps(text: str) -> dict[int, str]:
         r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text
     )
     return {int(number): line for number, line in matches}
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """TensorBoard's own reading of its event files: value by step, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read: Any = EventAccumulator(str(folder))
+    read.Reload()
+    return {
+        tag: {event.step: event.value for event in read.Scalars(tag)}
+        for tag in read.Tags()["scalars"]
+    }
 
 
 def argument(text: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,48 +12,39 @@ import torch
 
 from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 
-Launch = Callable[..., Handle | None]
+Launch = Callable[[list[Operation]], Handle | None]
+Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
-def with_launch(
-    patch: pytest.MonkeyPatch, change: Callable[..., Handle | None]
-) -> None:
-    """``change`` gets the launcher, its own ``launch`` and the operations of each
-    launch.
-    """
-    original: Launch = Launcher.launch
+def of_launches(change: Callable[[Launch, list[Operation]], Handle | None]) -> Mutant:
+    """The mutant in which ``change`` gets each launch and its operations."""
+    original = Launcher.launch
 
-    def launch(self: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
-        return change(self, original, parts, *args)
+    def launch(nccl: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
+        return change(lambda own: original(nccl, own, *args), parts)
 
-    patch.setattr(Launcher, "launch", launch)
+    @functools.wraps(change)
+    def mutant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Launcher, "launch", launch)
+
+    return mutant
 
 
-def early_free(patch: pytest.MonkeyPatch) -> None:
+@of_launches
+def early_free(launch: Launch, parts: list[Operation]) -> Handle | None:
     """What is received goes to memory that is given back at once."""
-
-    def change(
-        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
-    ) -> Handle | None:
-        elsewhere = [
-            dataclasses.replace(part, writes=[torch.empty_like(x) for x in part.writes])
-            for part in parts
-        ]
-        return launch(nccl, elsewhere, *args)
-
-    with_launch(patch, change)
+    elsewhere = [
+        dataclasses.replace(part, writes=[torch.empty_like(x) for x in part.writes])
+        for part in parts
+    ]
+    return launch(elsewhere)
 
 
-def early_read(patch: pytest.MonkeyPatch) -> None:
+@of_launches
+def early_read(launch: Launch, parts: list[Operation]) -> Handle | None:
     """What is received is read before the wait."""
-
-    def change(
-        nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any
-    ) -> Handle | None:
-        work = launch(nccl, parts, *args)
-        for part in parts:
-            for received in part.writes:
-                received.clone()
-        return work
-
-    with_launch(patch, change)
+    work = launch(parts)
+    for part in parts:
+        for received in part.writes:
+            received.clone()
+    return work

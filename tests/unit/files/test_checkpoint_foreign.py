@@ -40,15 +40,12 @@ KEYS = [
     f"chained_1.optimizer.state.exp_avg.{EMBEDDING}",
     f"chained_1.optimizer.state.exp_avg_sq.{EMBEDDING}",
 ]
-COMMON = {
-    "lr_mult": 1.0,
-    "is_expert_parallel": False,
-    "is_decoupled_lr": False,
-    "wd_mult": 1.0,
-}
+COMMON = {"lr_mult": 1.0, "wd_mult": 1.0}
+COMMON |= dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), False)
+MOMENTUM = {**COMMON, "momentum": 0.9}
 ADAMW = {**COMMON, "betas": (0.8, 0.9), "eps": 1e-7, "step": 3}
 STATES = {
-    0: {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}]}},
+    0: {"optimizer": {"param_groups": [MOMENTUM]}},
     1: {"optimizer": {"param_groups": [ADAMW]}},
 }
 CONCEPT = {"optimizer": {"param_groups": [ADAMW, {**COMMON, "use_muon": True}]}}
@@ -61,9 +58,7 @@ def test_each_writer_is_known() -> None:
         [f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"]
     )
     assert not is_megatrons([f"optimizer.state.exp_avg.{FC1}"], [], [])
-    sgd = [
-        {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}
-    ]
+    sgd = [{"optimizer": {"param_groups": [{**MOMENTUM, "dampening": 0}]}}]
     assert not is_megatrons(KEYS[:4], sgd, []) and not is_megatrons([], sgd, [])
 
 
@@ -138,22 +133,30 @@ def test_an_fp32_models_state_dict_is_torchs_own() -> None:
 
 
 def test_torchs_adamw_has_its_step_elsewhere() -> None:
-    states = [
-        {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}], "state": {}}}
-    ]
-    states[0]["optimizer"]["state"] = {"common_step": 12}  # type: ignore[assignment]
+    state = {"param_groups": [MOMENTUM]}
+    states = [{"optimizer": {**state, "state": {"common_step": 12}}}]
     group, _ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
     assert group["step"] == 12
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "model_optim_rng.pt"])
+MODEL = "model_optim_rng.pt"
+EVERY_FILE = pytest.mark.parametrize("name", [".metadata", "common.pt", MODEL])
+
+
+def _place(checkpoint: Path, name: str) -> Path:
+    """Where a file of a checkpoint lies, beside the others of its format."""
+    if name == MODEL:
+        checkpoint /= "mp_rank_00"
+        checkpoint.mkdir()
+    elif name == "common.pt":
+        save({"weight": torch.ones(1)}, storage_writer=FileSystemWriter(checkpoint))
+    return checkpoint / name
+
+
+@EVERY_FILE
 @pytest.mark.parametrize("data", [b"", b"PK\3\4", b"\x80\x02K\x01."])
 def test_a_damaged_file_is_named(name: str, data: bytes, tmp_path: Path) -> None:
-    if name == "common.pt":
-        save({"weight": torch.ones(1)}, storage_writer=FileSystemWriter(tmp_path))
-    folder = tmp_path / "mp_rank_00" if name.startswith("model") else tmp_path
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_bytes(data)
+    _place(tmp_path, name).write_bytes(data)
     with pytest.raises(ValueError, match=f"{name} cannot be read: "):
         Saved.of(tmp_path)
 
@@ -166,20 +169,17 @@ class _Hostile:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "model_optim_rng.pt"])
+@EVERY_FILE
 def test_no_name_in_a_file_chooses_code_that_runs(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    folder = tmp_path / "mp_rank_00" if name.startswith("model") else tmp_path
-    folder.mkdir(exist_ok=True)
+    path = _place(tmp_path, name)
     groups = {"param_groups": [{"lr": 1.0, "odd": _Hostile(mark)}]}
     if name == ".metadata":
-        (folder / name).write_bytes(pickle.dumps(_Hostile(mark)))
+        path.write_bytes(pickle.dumps(_Hostile(mark)))
         with pytest.raises(ValueError, match="cannot be read"):
             Saved.of(tmp_path)
     else:
-        if name == "common.pt":
-            save({"weight": torch.ones(1)}, storage_writer=FileSystemWriter(tmp_path))
-        torch.save({"optimizer": groups}, folder / name)
+        torch.save({"optimizer": groups}, path)
         (state,) = Saved.of(tmp_path).states
         assert state["param_groups"][0]["lr"] == 1.0
         with pytest.raises(ValueError, match="a group's odd is of a class, mkdir"):
@@ -239,10 +239,8 @@ def test_metadata_of_odd_types_are_named(key: str, odd: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("odd", [5, "text", [1], {1: 2}, {}, object], ids=str)
 def test_a_record_of_odd_types_is_named(odd: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "mp_rank_00"
-    folder.mkdir()
     state = {"optimizer": {"param_groups": []}, "megatron_muon": odd}
-    torch.save({"optimizer": state}, folder / "model_optim_rng.pt")
+    torch.save({"optimizer": state}, _place(tmp_path, MODEL))
     with pytest.raises(ValueError, match=r"record .*is damaged"):
         require_record(Saved.of(tmp_path).record())
     saved = {"megatron_muon": odd}
@@ -252,10 +250,8 @@ def test_a_record_of_odd_types_is_named(odd: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", [5, "text", [5], ["text"], {1: 2}], ids=str)
 def test_groups_of_odd_types_are_named(odd: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "mp_rank_00"
-    folder.mkdir()
     state = {"optimizer": {"param_groups": odd}}
-    torch.save({"optimizer": state}, folder / "model_optim_rng.pt")
+    torch.save({"optimizer": state}, _place(tmp_path, MODEL))
     with pytest.raises(ValueError, match=r"model_optim_rng\.pt cannot be read"):
         Saved.of(tmp_path)
 

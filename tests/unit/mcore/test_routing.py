@@ -94,8 +94,12 @@ def _one(
     return only
 
 
-def _is_unknown(weight: Weight, config: MuonConfig) -> bool:
-    return Route(weight, 0, None, why_adamw(weight, config)).is_unknown
+def _why(weight: Weight, **settings: Any) -> str | None:
+    return why_adamw(weight, MuonConfig(**settings))
+
+
+def _is_unknown(weight: Weight, **settings: Any) -> bool:
+    return Route(weight, 0, None, _why(weight, **settings)).is_unknown
 
 
 def _over_tp_2(weight: Weight) -> Weight:
@@ -118,17 +122,17 @@ EMBEDDINGS = (
 
 
 def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
-    def why(name: str, *shape: int, **marks: bool) -> str:
-        return str(why_adamw(_one(name, _weight(*shape, **marks)), MuonConfig()))
+    def why(name: str, *shape: int, **marks: bool) -> str | None:
+        return _why(_one(name, _weight(*shape, **marks)))
 
-    assert why(FC1, 4, 4) == "None"
+    assert why(FC1, 4, 4) is None
     assert {why(name, 4, 4) for name in EMBEDDINGS} == {EMBEDDING_OR_OUTPUT}
     for mark in ("is_embedding_or_output_parameter", "shared_embedding"):
         assert why("decoder.head.weight", 4, 4, **{mark: True}) == EMBEDDING_OR_OUTPUT
     assert why("mixer.in_proj.weight", 4, 4, use_muon=False) == MARKED
     assert why("mlp.shared_experts.gate_weight", 1, 4) == "a vector"
     assert (why(FC1, 4), why(FC1, 0, 4)) == ("1-D", "no elements")
-    assert why("decoder.layers.0.conv.weight", 4, 4, 4).startswith("3-D of ")
+    assert str(why("decoder.layers.0.conv.weight", 4, 4, 4)).startswith("3-D of ")
 
 
 @pytest.mark.parametrize(
@@ -148,17 +152,17 @@ def test_the_whole_matrix_says_whether_it_is_a_vector(
         "partition_dim": partition_dim,
     }
     weight = _one("decoder.layers.0.mlp.linear.weight", _weight(*shape, **marks))
-    assert why_adamw(weight, MuonConfig()) == "a vector"
-    assert (why_adamw(_over_tp_2(weight), MuonConfig()) is None) == at_tp_2
+    assert _why(weight) == "a vector"
+    assert (_why(_over_tp_2(weight)) is None) == at_tp_2
 
 
 def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
     fc2 = _one(f"{EXPERTS}local_experts.0.linear_fc2.weight", _weight(4, 1))
-    assert why_adamw(_over_tp_2(fc2), MuonConfig()) is None
+    assert _why(_over_tp_2(fc2)) is None
     other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
-    assert not _is_unknown(other, MuonConfig())  # a vector
+    assert not _is_unknown(other)  # a vector
     # how TP splits it is not known: it is named
-    assert _is_unknown(_over_tp_2(other), MuonConfig())
+    assert _is_unknown(_over_tp_2(other))
 
 
 @pytest.mark.parametrize("local", [1, 4])
@@ -171,8 +175,8 @@ def test_legacy_experts_are_vectors_by_one_experts_matrix(local: int) -> None:
             {f"{EXPERTS[:-1]}.{name}": _weight(*shape)}, "GroupedMLP", **sizes
         )
         (weight,) = weights([chunk])
-        assert why_adamw(weight, MuonConfig()) == "a vector"
-        assert why_adamw(_over_tp_2(weight), MuonConfig()) is None
+        assert _why(weight) == "a vector"
+        assert _why(_over_tp_2(weight)) is None
 
 
 def test_an_embedding_module_is_adamws_whatever_its_name() -> None:
@@ -198,18 +202,18 @@ def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
     chunk.add_module("here", subclass)
     chunk.config = SimpleNamespace(gated_linear_unit=False)
     (only,) = weights([chunk])
-    assert why_adamw(only, MuonConfig()) is None
+    assert _why(only) is None
 
 
 def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
     unknown = _one("decoder.layers.0.mixer.weight", _weight(4, 4), "Whatever")
-    why = why_adamw(unknown, MuonConfig())
+    why = _why(unknown)
     assert why is not None and "Whatever is not in Muon's table" in why
-    assert _is_unknown(unknown, MuonConfig())
-    assert not _is_unknown(unknown, MuonConfig(muon_include=("*.mixer.*",)))
-    assert not _is_unknown(unknown, MuonConfig(muon_exclude=("*.mixer.*",)))
-    assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"), MuonConfig())
-    assert not _is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), MuonConfig())
+    assert _is_unknown(unknown)
+    assert not _is_unknown(unknown, muon_include=("*.mixer.*",))
+    assert not _is_unknown(unknown, muon_exclude=("*.mixer.*",))
+    assert not _is_unknown(_one("a.b.bias", _weight(4), "Whatever"))
+    assert not _is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"))
 
 
 def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
@@ -265,19 +269,18 @@ def test_patterns_overrule_the_table() -> None:
 
 def test_impossible_patterns_are_errors() -> None:
     fc2 = _one("mlp.linear_fc2.weight", _weight(4, 4))
-    both = MuonConfig(muon_include=("*fc2*",), muon_exclude=("mlp.*",))
     with pytest.raises(
         ValueError, match=r"-include\) '\*fc2\*' and .*-muon-exclude\) 'mlp"
     ):
-        why_adamw(fc2, both)
+        _why(fc2, muon_include=("*fc2*",), muon_exclude=("mlp.*",))
     empty = _one(FC1, _weight(0, 4))
     with pytest.raises(ValueError, match=r"shape \(0, 4\), but Muon updates matrices"):
-        why_adamw(empty, MuonConfig(muon_include=("*fc1*",)))
+        _why(empty, muon_include=("*fc1*",))
     bias = _one("mlp.linear_fc2.bias", _weight(4))
     with pytest.raises(
         ValueError, match=r"mlp.linear_fc2.bias of shape \(4,\), but Muon updates"
     ):
-        why_adamw(bias, MuonConfig(muon_include=("mlp.*",)))
+        _why(bias, muon_include=("mlp.*",))
 
 
 def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
@@ -287,11 +290,11 @@ def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
     with pytest.raises(
         NotImplementedError, match=r"Choose with muon_include .* muon_ex"
     ):
-        why_adamw(lora, MuonConfig())
-    assert why_adamw(lora, MuonConfig(muon_include=("*.lora_?.*",))) is None
-    assert why_adamw(lora, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
+        _why(lora)
+    assert _why(lora, muon_include=("*.lora_?.*",)) is None
+    assert _why(lora, muon_exclude=("*.lora_?.*",)) is not None
     norm = _one("decoder.lora_norm.weight", _weight(4), "Linear")
-    assert why_adamw(norm, MuonConfig()) == "1-D"
+    assert _why(norm) == "1-D"
 
 
 @pytest.mark.parametrize(("local_rows", "tp_size"), [(28, 2), (11, 4)])
@@ -359,10 +362,10 @@ def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
         for name in ("embedding.word_embeddings.weight", "output_layer.weight")
     )
     for pattern in ("embedding.*", "output_layer.weight"):
-        config = MuonConfig(muon_include=(pattern,))
-        assert why_adamw(first, config) is None and why_adamw(last, config) is None
+        for one in (first, last):
+            assert _why(one, muon_include=(pattern,)) is None
     alone = _one("output_layer.weight", _weight(4, 4))
-    assert why_adamw(alone, MuonConfig(muon_include=("embedding.*",))) is not None
+    assert _why(alone, muon_include=("embedding.*",)) is not None
 
 
 MOE = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "hidden_size": 5, **SIZES}

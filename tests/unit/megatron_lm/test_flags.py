@@ -38,9 +38,10 @@ from support.megatron_lm.flag_parsers import (
 @pytest.mark.parametrize("name", MUONS)
 def test_muon_is_an_optimizer_once_beside_megatrons(version: str, name: str) -> None:
     parser = parser_of(version)
-    before = list(parser._option_string_actions["--optimizer"].choices or ())
+    action = parser._option_string_actions["--optimizer"]
+    before = [*action.choices]
     add_flags(parser)
-    after = list(parser._option_string_actions["--optimizer"].choices or ())
+    after = [*action.choices]
     assert parser.parse_args(["--optimizer", name]).optimizer == name
     assert [n for n in after if n not in MUONS] == [n for n in before if n not in MUONS]
     assert after.count(name) == 1
@@ -297,16 +298,22 @@ def test_dist_muon_is_refused_with_the_flags_of_megatrons_defaults(
     assert "give --optimizer muon --use-distributed-optimizer, and for the" in said
 
 
-def test_adaptive_muon_is_refused_with_the_rules_to_take() -> None:
-    args = parsed("0.19", "--optimizer", "adaptive_muon")
-    said = "--optimizer muon with --muon-rule normuon or namo .* own class"
-    with pytest.raises(ValueError, match=f"^--optimizer adaptive_muon: .*{said}"):
+@pytest.mark.parametrize(
+    ("version", "name", "said"),
+    [
+        ("0.19", "adaptive_muon", "with --muon-rule normuon or namo .* own class"),
+        # before Megatron had a Muon
+        ("0.12", "dist_muon", "--use-distributed-optimizer; --muon-b"),
+    ],
+)
+def test_a_name_of_megatrons_is_refused_for_muon(
+    version: str, name: str, said: str
+) -> None:
+    args = parsed(version, "--optimizer", name)
+    with pytest.raises(
+        ValueError, match=f"^--optimizer {name}.*--optimizer muon {said}"
+    ):
         refuse_megatrons_names(args)
-
-
-def test_before_megatron_had_a_muon_dist_muon_is_refused_for_muon() -> None:
-    with pytest.raises(ValueError, match="muon --use-distributed-optimizer; --muon-b"):
-        refuse_megatrons_names(parsed("0.12", "--optimizer", "dist_muon"))
 
 
 @EVERY
@@ -329,8 +336,7 @@ def test_megatrons_own_muon_takes_its_own_flags_and_no_other(version: str) -> No
         muon_backend(parsed(version, *upstream, "--muon-tp-mode", "blockwise"))
         == "upstream"
     )
-    with pytest.raises(ValueError, match="has no --muon-homes in this version"):
-        muon_backend(parsed(version, *upstream, "--muon-homes", "local"))
-    with pytest.raises(ValueError, match="has no --no-muon-nesterov"):
-        muon_backend(parsed(version, *upstream, "--no-muon-nesterov"))
+    for given in (["--muon-homes", "local"], ["--no-muon-nesterov"]):
+        with pytest.raises(ValueError, match=f"has no {given[0]} in this version"):
+            muon_backend(parsed(version, *upstream, *given))
     assert muon_backend(parsed(version, *upstream, "--muon-cpu")) == "upstream"

@@ -133,15 +133,14 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
         if "muon" in dest:
             assert type(getattr(args, dest)) is type(default), dest
     unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
-    matched = config.scale_mode in ("spectral", "update_norm")
-    expected = set() if matched else {"muon_matched_adamw_rms"}
-    expected |= {"muon_momentum_warmup"} if config.momentum_warmup is None else set()
-    expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
-    expected |= {"muon_split_matrices"} if config.split_matrices is None else set()
-    expected |= {"muon_log_interval"} if config.log_interval is None else set()
-    expected |= (
-        {"muon_qk_clip", "muon_qk_clip_alpha"} if config.qk_clip is None else set()
+    optional = (
+        "momentum_warmup ns_iteration split_matrices log_interval qk_clip".split()
     )
+    expected = {f"muon_{name}" for name in optional if getattr(config, name) is None}
+    if config.qk_clip is None:
+        expected.add("muon_qk_clip_alpha")
+    if config.scale_mode not in ("spectral", "update_norm"):
+        expected.add("muon_matched_adamw_rms")
     assert unset == expected
     assert args.muon_extra_scale_factor == config.matched_adamw_rms
     assert (args.muon_nesterov, args.no_muon_nesterov) == (
@@ -152,25 +151,16 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     assert muon_config(args) == config
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends.mkldnn, "matmul"),
-    reason="torch before 2.9 has the old option only",
-)
+@pytest.mark.usefixtures("newer_option")
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(
     dtype: str,
 ) -> None:
     """torch's old option cannot be read where a new one contradicts it."""
     args = parsed("0.16", "--optimizer", "muon", "--muon-ns-dtype", dtype)
-    option = torch.backends.cuda.matmul
-    before = option.fp32_precision
-    option.fp32_precision = "tf32"
-    try:
-        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-            torch.get_float32_matmul_precision()
-        write_all(args, muon_config(args))
-    finally:
-        option.fp32_precision = before
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    write_all(args, muon_config(args))
     assert args.muon_ns_dtype == dtype
 
 

@@ -48,9 +48,8 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
     in fp32 are 2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a
     thousand goes to its neighbour.
     """
-    products = products_on(
-        CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))
-    )
+    numerics = numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))
+    products = products_on(CPU_DEVICE, numerics)
     left = products.enter(drawn(rows, inner))
     linear = products.enter(drawn(rows, rows) + drawn(rows, rows).mT)
     for make in (products.product, products.symmetric):
@@ -106,18 +105,9 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
     """
     shapes: list[tuple[int, ...]] = []
 
-    def kernel(
-        left: torch.Tensor,
-        right: torch.Tensor,
-        linear: torch.Tensor | None,
-        beta: float,
-        alpha: float,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def kernel(left: torch.Tensor, *rest: Any) -> torch.Tensor:
         shapes.append(tuple(left.shape))
-        made = alpha * (left @ right)
-        made = made if linear is None else made + beta * linear
-        return made if out is None else out.copy_(made)
+        return exact_kernel(left, *rest)
 
     plain = Products(torch.float32, squares=torch.float32, held=torch.float32)
     own = replace(plain, kernel=kernel, device="cuda_triton")
@@ -129,9 +119,7 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
         (257, 304, set()),
         (256, 304, set()),
     ):
-        x = normalize(
-            torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
-        )
+        x = normalize(drawn(rows, cols))
         for run in (
             lambda x, products: standard_iteration(x, Numerics(config).steps, products),
             lambda x, products: gram_iteration(
@@ -139,7 +127,7 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
             ),
         ):
             shapes.clear()
-            # see test_newton_schulz.test_fp32_equals_float64
+            # see test_coefficients.test_fp32_equals_the_oracle
             bound = 2 * 486 * 304 * 2.0**-24
             assert (run(x, own) - run(x, plain)).norm() <= bound
             assert set(shapes) == used
@@ -151,16 +139,14 @@ def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
     def fails(*_: Any) -> torch.Tensor:
         raise AttributeError("no such instruction")
 
-    own = replace(
-        products_on(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))),
-        kernel=fails,
-        device="cuda_symmetric",
-    )
+    numerics = numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))
+    plain = products_on(CPU_DEVICE, numerics)
+    own = replace(plain, kernel=fails, device="cuda_symmetric")
     monkeypatch.setattr(products_module, "products_on", lambda *_: own)
     with pytest.raises(
         KernelError, match=r"AttributeError: no such instruction.*uninstall it"
     ):
-        try_products(CPU_DEVICE, numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16")))
+        try_products(CPU_DEVICE, numerics)
 
 
 def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
@@ -213,7 +199,8 @@ def exact_kernel(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     made = alpha * (left @ right)
-    return made if linear is None else made + beta * linear
+    made = made if linear is None else made + beta * linear
+    return made if out is None else out.copy_(made)
 
 
 def fake_kernel(*operands: Any) -> torch.Tensor:

@@ -28,10 +28,11 @@ from megatron_muon.orthogonalize.newton_schulz import (
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import MuonConfig
 
+SETTINGS = [{"ns_steps": 4}, {"ns_steps": 5}, {"ns_iteration": "gram"}]
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
 FP32 = MuonConfig(ns_dtype="fp32")
 # fp32's unit roundoff, 2^-24, through five steps: see
-# test_newton_schulz.test_fp32_equals_float64.
+# test_coefficients.test_fp32_equals_the_oracle.
 BOUND = 486 * 2.0**-24
 
 
@@ -105,19 +106,16 @@ def test_in_place_is_bitwise_the_direction(
     assert torch.equal(made, orthogonalize(matrix, config))
 
 
-@pytest.mark.parametrize("steps", [4, 5])
-@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gpus_fp16_shares_memory_with_bf16(
-    shape: tuple[int, int], iteration: Any, steps: int, as_a_gpu: None
+    shape: tuple[int, int], settings: dict[str, Any], as_a_gpu: None
 ) -> None:
     """Matrices arrive in bf16, iterates of fp16 take their place, and directions in
     bf16 theirs.
     """
     products = Products(*[torch.float16] * 3, scale=scale_of("fp16"), folded=True)
-    config = MuonConfig(ns_dtype="fp16", ns_steps=steps)
-    if iteration == "gram":
-        config = MuonConfig(ns_dtype="fp16", ns_iteration="gram")
+    config = MuonConfig(ns_dtype="fp16", **settings)
     matrices = [_matrix(*shape, seed=seed).bfloat16() for seed in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(newton_schulz, "products_on", lambda *_: products)
@@ -137,15 +135,12 @@ def test_a_gpus_fp16_shares_memory_with_bf16(
     assert (made[0] - exact).norm() <= 2.0**-6 * exact.norm()
 
 
-@pytest.mark.parametrize("steps", [4, 5])
-@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gpus_way_is_a_cpus(
-    shape: tuple[int, int], iteration: Any, steps: int, as_a_gpu: None
+    shape: tuple[int, int], settings: dict[str, Any], as_a_gpu: None
 ) -> None:
-    config = MuonConfig(ns_dtype="fp32", ns_steps=steps)
-    if iteration == "gram":
-        config = MuonConfig(ns_dtype="fp32", ns_iteration="gram")
+    config = MuonConfig(ns_dtype="fp32", **settings)
     matrices = [_matrix(*shape, seed=seed) for seed in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         _takes_a_cpus_way(patch, True)

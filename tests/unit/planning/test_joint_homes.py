@@ -17,19 +17,23 @@ from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_SLACK, Work, choose_homes
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.layout import Span
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.rounds.cut import LEAST_LIMIT, LEAST_SCRATCH
 from megatron_muon.settings.config import MuonConfig
 from support.rounds import silent_rounds
+from support.sections import whole_parameter
 from support.virtual_gpu.plans import OVERLAP, Model, plans_of
 
 STAGE = Model("DeepSeek-V3", f"{DEEPSEEK_V3}{OVERLAP}--world-size 1024", stage=1)
 CONFIG = MuonConfig()
 
 
+Planned = tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]
+
+
 @pytest.fixture(scope="module")
-def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
+def deepseek() -> Planned:
     """The settings, the plans of 64 ranks of DeepSeek-V3, and those that each makes by
     itself.
     """
@@ -50,7 +54,7 @@ def _busiest_over_mean(plans: list[ExchangePlan]) -> float:
 
 
 def test_deepseek_v3s_busiest_rank_has_at_most_11_tenths_of_the_mean(
-    deepseek: tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]],
+    deepseek: Planned,
 ) -> None:
     _, plans, alone = deepseek
     assert _busiest_over_mean(plans) <= 1.1 < 1.25 < _busiest_over_mean(alone)
@@ -58,7 +62,7 @@ def test_deepseek_v3s_busiest_rank_has_at_most_11_tenths_of_the_mean(
 
 
 def test_deepseek_v3s_step_is_shorter_and_keeps_to_the_memory_of_its_rounds(
-    deepseek: tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]],
+    deepseek: Planned,
 ) -> None:
     config, plans, alone = deepseek
     together, apart = (
@@ -72,7 +76,7 @@ def test_deepseek_v3s_step_is_shorter_and_keeps_to_the_memory_of_its_rounds(
 
 
 def test_rounds_in_which_nothing_travels_come_first(
-    deepseek: tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]],
+    deepseek: Planned,
 ) -> None:
     silent = silent_rounds(deepseek[1][1])
     assert set(silent) == {True, False}
@@ -80,7 +84,7 @@ def test_rounds_in_which_nothing_travels_come_first(
 
 
 def test_what_a_rank_cannot_keep_stays_among_its_neighbours(
-    deepseek: tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]],
+    deepseek: Planned,
 ) -> None:
     experts = deepseek[1][1]
     moved = [
@@ -92,8 +96,11 @@ def test_what_a_rank_cannot_keep_stays_among_its_neighbours(
     assert all(holder // 8 == home // 8 for holder, home in moved)
 
 
+Stage = tuple[list[Work], list[Work], int]
+
+
 @st.composite
-def stages(draw: st.DrawFn) -> tuple[list[Work], list[Work], int]:
+def stages(draw: st.DrawFn) -> Stage:
     """Dense matrices, experts' matrices, and the number of ranks."""
     size = draw(st.integers(1, 20))
     held = st.dictionaries(
@@ -118,7 +125,7 @@ def _after(works: list[Work], homes: list[int], before: list[int]) -> list[int]:
 
 @given(stages())
 def test_no_rank_gets_experts_past_the_slack_of_all_work(
-    stage: tuple[list[Work], list[Work], int],
+    stage: Stage,
 ) -> None:
     dense, experts, size = stage
     before = _after(dense, choose_homes(dense, size, "balanced"), [0] * size)
@@ -133,7 +140,7 @@ def test_no_rank_gets_experts_past_the_slack_of_all_work(
 
 @given(stages())
 def test_local_homes_hold_most_whatever_else_their_rank_does(
-    stage: tuple[list[Work], list[Work], int],
+    stage: Stage,
 ) -> None:
     dense, experts, size = stage
     before = _after(dense, choose_homes(dense, size, "local"), [0] * size)
@@ -149,23 +156,18 @@ RANKS = 4
 
 def _dense() -> ExchangePlan:
     """One matrix, all of it on rank 1."""
-    shape = (64, 64)
-    matrices, blocks = whole_matrix("dense", shape, None, 1)
-    whole = Span(0, RANKS * 4096)
-    span = Span(4096, 8192)
-    parameter = Parameter("dense", shape, None, whole, span, 0, matrices, blocks)
+    parameter = whole_parameter("dense", (64, 64), start=4096, bucket=Span(0, 16384))
     return make_plan([parameter], RankGrid(((tuple(range(RANKS)),),)), Numerics(CONFIG))
 
 
 def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePlan:
     """Four matrices on each of four EP ranks, all of them on that rank."""
+    bucket = Span(0, 8192)
     parameters = []
     for at in range(4 * RANKS):
-        name, shape = f"experts.{at}", (32, 64)
-        matrices, blocks = whole_matrix(name, shape, None, 1)
-        span = Span(at % 4 * 2048, (at % 4 + 1) * 2048)
-        place = (Span(0, 8192), span, 0, matrices, blocks)
-        parameters.append(Parameter(name, shape, None, *place, ep_rank=at // 4))
+        start = at % 4 * 2048
+        own = whole_parameter(f"experts.{at}", (32, 64), start=start, bucket=bucket)
+        parameters.append(replace(own, ep_rank=at // 4))
     grid = RankGrid(tuple(((rank,),) for rank in range(RANKS)))
     return make_plan(parameters, grid, Numerics(config, "cuda"), earlier)
 

@@ -4,6 +4,8 @@ group.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -23,11 +25,11 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.plan import make_plan
 from megatron_muon.planning.rounds.table import round_tables
-from megatron_muon.planning.sections import Rows, sectioned
+from megatron_muon.planning.sections import Rows, Sections, sectioned
 from megatron_muon.settings.config import MuonConfig
 from support.processes import printed
 from support.rounds import silent_rounds
-from support.sections import repeated
+from support.sections import repeated, whole_parameter
 from support.virtual_gpu.plans import small_plan
 
 KINDS = (
@@ -48,19 +50,16 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
     partition_dim = {"columns": 1, "replicated": None, "transposed batch": 1}.get(
         kind, 0
     )
-    if kind == "gated":
-        rows *= 2
-        sections = (Rows("", rows * tp_size // 2),), (Rows("", rows * tp_size // 2),)
+    if kind in ("gated", "qkv", "one group"):
+        rows *= 2 if kind == "gated" else 4
+        whole = rows * tp_size
+        sections = {
+            "gated": ((Rows("", whole // 2),),) * 2,
+            "qkv": repeated(whole // 4, (("q", 2), ("k", 1), ("v", 1))),
+            # which TP cuts anywhere
+            "one group": repeated(1, (("q", whole - 3), ("k", 2), ("v", 1))),
+        }[kind]
         matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, sections)
-    elif kind == "qkv":
-        rows *= 4
-        parts = (("q", 2), ("k", 1), ("v", 1))
-        groups = repeated(rows * tp_size // 4, parts)
-        matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, groups)
-    elif kind == "one group":  # which TP cuts anywhere
-        rows *= 4
-        parts = (("q", rows * tp_size - 3), ("k", 2), ("v", 1))
-        matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, repeated(1, parts))
     elif "batch" in kind:
         rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
         names = ("a", "b", "c")
@@ -196,23 +195,17 @@ def test_every_process_makes_the_same_plan() -> None:
 def test_ties_go_to_the_least_loaded_rank() -> None:
     """Under TP every holder ties; lowest-rank-wins would give rank 0 everything."""
     for policy in ("balanced", "local"):
-        matrix = Work(10, 20, {0: 5, 1: 5, 2: 5, 3: 5})
-        homes = choose_homes([matrix] * 8, 4, policy)
-        assert sorted(homes) == [0, 0, 1, 1, 2, 2, 3, 3], policy
-        replica = Work(10, 20, dict.fromkeys(range(4), 20))
-        homes = choose_homes([replica] * 8, 4, policy)
-        assert sorted(homes) == [0, 0, 1, 1, 2, 2, 3, 3], policy
+        for held in (5, 20):  # a quarter each, or a replica
+            matrix = Work(10, 20, dict.fromkeys(range(4), held))
+            homes = choose_homes([matrix] * 8, 4, policy)
+            assert sorted(homes) == [0, 0, 1, 1, 2, 2, 3, 3], policy
 
 
 @pytest.mark.parametrize("change", ["hole", "overlap", "stranger"])
 def test_a_wrong_slice_is_refused(change: str) -> None:
-    matrices, blocks = whole_matrix("w", (4, 6), 0, 2)
-    span = Span(0, 24)
-    plan = make_plan(
-        [Parameter("w", (4, 6), 0, span, span, 0, matrices, blocks)],
-        RankGrid((((0, 1), (2, 3)),)),
-        Numerics(MuonConfig()),
-    )
+    grid = RankGrid((((0, 1), (2, 3)),))
+    parameter = whole_parameter("w", (4, 6), 0, tp=2)
+    plan = make_plan([parameter], grid, Numerics(MuonConfig()))
     first, *rest = plan.slices
     wrong = {
         "hole": tuple(rest),
@@ -224,12 +217,9 @@ def test_a_wrong_slice_is_refused(change: str) -> None:
 
 
 def test_a_bucket_that_does_not_divide_is_refused() -> None:
-    parameter = _parameter("rows", "w", 10, 1, 0)
-    size = parameter.span.size
-    with pytest.raises(ValueError, match=rf"bucket of {size} elements around w"):
-        make_plan(
-            [parameter], RankGrid((((*range(size + 1),),),)), Numerics(MuonConfig())
-        )
+    grid = RankGrid((((*range(7),),),))
+    with pytest.raises(ValueError, match="bucket of 6 elements around w"):
+        make_plan([whole_parameter("w", (2, 3))], grid, Numerics(MuonConfig()))
 
 
 @pytest.mark.parametrize(
@@ -272,75 +262,56 @@ def test_a_tables_size_does_not_follow_the_stages() -> None:
             assert len(shared) <= own
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8, 12, 24])
-@pytest.mark.parametrize("parts", [(4, 1, 1), (2, 2, 1, 1), (8, 2, 2), (1, 1)], ids=str)
-def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(
-    tp_size: int, parts: tuple[int, ...]
-) -> None:
-    """Block by block, the rows of all TP ranks after one another are those of one
-    rank.
-    """
-    named = tuple((str(index), count) for index, count in enumerate(parts))
-
-    def rows(tp_size: int) -> list[tuple[int, int]]:
-        sections = repeated(24 // sum(parts), named)
-        _, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
-        found = []
-        for local in blocks:
-            assert [b.rows.start for b in local] == [
-                0,
-                *(b.rows.stop for b in local[:-1]),
-            ]
-            assert local[-1].rows.stop == 24 // tp_size
-            found += [
-                (b.matrix, b.matrix_row + i) for b in local for i in range(b.rows.size)
-            ]
-        return found
-
-    groups = 24 // sum(parts)
-    whole = [
-        (p, g * n + i)
-        for g in range(groups)
-        for p, n in enumerate(parts)
-        for i in range(n)
-    ]
-    assert rows(tp_size) == rows(1) == whole
+def _groups(*counts: int) -> Sections:
+    """24 rows of equal groups, each with so many rows of every part."""
+    return repeated(24 // sum(counts), [(str(at), n) for at, n in enumerate(counts)])
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def _sections(*names: str) -> Sections:
+    return tuple((Rows(*each),) for each in zip(names, (12, 6, 6), strict=True))
+
+
+GROUPS = [_groups(4, 1, 1), _groups(2, 2, 1, 1), _groups(8, 2, 2), _groups(1, 1)]
+
+
 @pytest.mark.parametrize(
-    "names", [("z", "x", "dt"), ("", "", "")], ids=["apart", "one"]
+    ("sections", "tp_size"),
+    [
+        *itertools.product(GROUPS, (1, 2, 3, 4, 6, 8, 12, 24)),
+        *itertools.product(
+            (_sections("z", "x", "dt"), _sections("", "", "")), (1, 2, 3)
+        ),
+    ],
+    ids=str,
 )
-def test_tp_cuts_each_section_for_itself(tp_size: int, names: tuple[str, ...]) -> None:
+def test_tp_cuts_each_section_for_itself_wherever_it_may(
+    sections: Sections, tp_size: int
+) -> None:
     """A rank holds its range of every section; a matrix has its rows in the order of
     one rank.
     """
-    counts = (12, 6, 6)
-    sections = tuple(
-        (Rows(name, count),) for name, count in zip(names, counts, strict=True)
-    )
     matrices, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
-    whole = [
-        (name, row)
-        for name, count in zip(names, counts, strict=True)
-        for row in range(count)
-    ]
-    if not names[0]:
-        whole = [("", row) for row in range(24)]
-    starts = [sum(counts[:index]) for index in range(3)]
-    parts = [m.name.removeprefix("w").strip("[]") for m in matrices]
-    for tp_rank, local in enumerate(blocks):
-        held = [
-            whole[start + tp_rank * count // tp_size + row]
-            for start, count in zip(starts, counts, strict=True)
-            for row in range(count // tp_size)
-        ]
+    parts = [matrix.name.removeprefix("w").strip("[]") for matrix in matrices]
+    seen = Counter[str]()
+    held: list[list[tuple[str, int]]] = [[] for _ in blocks]
+    for section in sections:
+        whole: list[tuple[str, int]] = []
+        for rows in section:
+            first = seen[rows.part]
+            whole += [(rows.part, first + at) for at in range(rows.count)]
+            seen[rows.part] += rows.count
+        share = len(whole) // tp_size
+        for tp_rank, own in enumerate(held):
+            own += whole[tp_rank * share :][:share]
+    for local, own in zip(blocks, held, strict=True):
         found = [
-            (parts[b.matrix], b.matrix_row + i)
+            (parts[b.matrix], b.matrix_row + at)
             for b in local
-            for i in range(b.rows.size)
+            for at in range(b.rows.size)
         ]
-        assert found == held
+        assert found == own
+        stops = [block.rows.stop for block in local]
+        assert [block.rows.start for block in local] == [0, *stops[:-1]]
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

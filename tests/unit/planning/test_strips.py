@@ -22,7 +22,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
+from megatron_muon.planning.layout import Parameter, Span, Strip
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.strip_time import strip_time
 from megatron_muon.planning.sharing.strips import can_share, in_strips, strip_homes
@@ -31,17 +31,10 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
 from megatron_muon.settings.config import MuonConfig, named
+from support.sections import whole_parameter
+from support.settings import WITH
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
-
-
-def _parameter(
-    name: str, rows: int, cols: int, dim: int | None, tp: int, start: int
-) -> Parameter:
-    """One whole matrix of these local rows and columns."""
-    matrices, blocks = whole_matrix(name, (rows, cols), dim, tp)
-    span = Span(start, start + rows * cols)
-    return Parameter(name, (rows, cols), dim, span, span, 0, matrices, blocks)
 
 
 def _plan(
@@ -54,7 +47,7 @@ def _plan(
     parameters: list[Parameter] = []
     for number, (rows, cols, dim) in enumerate(shapes):
         start = parameters[-1].span.stop if parameters else 0
-        parameters.append(_parameter(f"w{number}", rows, cols, dim, tp, start))
+        parameters.append(whole_parameter(f"w{number}", (rows, cols), dim, tp, start))
     stop = -(-parameters[-1].span.stop // dp) * dp
     placed = [replace(parameter, bucket=Span(0, stop)) for parameter in parameters]
     rows_of = tuple(tuple(range(t * dp, (t + 1) * dp)) for t in range(tp))
@@ -153,7 +146,7 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
 def test_where_a_matrix_is_cut(
     rows: int, cols: int, dim: int | None, tp: int, strips: list[tuple[int, int]]
 ) -> None:
-    cut = in_strips(_parameter("w", rows, cols, dim, tp, 0), [4])
+    cut = in_strips(whole_parameter("w", (rows, cols), dim, tp), [4])
     found = [(m.rows, m.cols) for m in cut.matrices if m.strip is not None]
     assert found == strips
     assert bool(strips) == (cut.matrices[0].strip is not None)
@@ -181,29 +174,8 @@ NUMERIC = {
     for name, hint in get_type_hints(MuonConfig).items()
     if re.search(r"\b(int|float)\b", str(hint))
 }
-ENDS: list[Any] = [
-    0,
-    1,
-    2,
-    -1,
-    0.0,
-    0.5,
-    5e-324,
-    1e-320,
-    1e-9,
-    1e9,
-    1.7e308,
-    -1.7e308,
-    2**63,
-]
-ENDS += [10**400, -(10**400), math.inf, math.nan]
-BESIDE: dict[str, dict[str, Any]] = {
-    "qk_clip_alpha": {"qk_clip": 100.0},
-    "radii": {"rule": "hyperball"},
-    "moment2_beta2": {"rule": "normuon"},
-    "moment2_eps": {"rule": "normuon"},
-    "momentum_start": {"momentum_warmup": 3},
-}
+ENDS: list[Any] = [0, 1, 2, -1, 0.0, 0.5, 5e-324, 1e-320, 1e-9, 1e9, 2**63]
+ENDS += [1.7e308, -1.7e308, 10**400, -(10**400), math.inf, math.nan]
 
 
 @pytest.mark.parametrize("name", NUMERIC)
@@ -220,7 +192,7 @@ def test_any_number_of_a_setting_is_planned_or_refused_by_name(name: str) -> Non
     planned = 0
     for value in values:
         try:
-            config = MuonConfig(**{name: value, **BESIDE.get(name, {})})
+            config = MuonConfig(**{name: value, **WITH.get(name, {})})
         except (TypeError, ValueError) as refused:
             assert str(refused).startswith(named(name)), value
             continue
@@ -232,12 +204,10 @@ def test_any_number_of_a_setting_is_planned_or_refused_by_name(name: str) -> Non
 
 def test_experts_stay_whole() -> None:
     name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
-    parameter = _parameter(name, 40, 16, None, 1, 0)
+    parameter = whole_parameter(name, (40, 16))
     assert in_strips(parameter, [4]) == parameter
-    shared = replace(
-        parameter, name="decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
-    )
-    assert len(in_strips(shared, [4]).matrices) == 4
+    shared = "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    assert len(in_strips(replace(parameter, name=shared), [4]).matrices) == 4
 
 
 @pytest.mark.parametrize(
@@ -259,17 +229,11 @@ def test_what_several_homes_can_share(
     rows: int, cols: int, device: Device, counts: list[int]
 ) -> None:
     config = MuonConfig(preset="fast")
-    can = [
-        count
-        for count in (2, 4, 8, 16)
-        if can_share(rows, cols, count, Numerics(config, device))
-    ]
-    assert can == counts
     # the standard iteration has rows of squares, too
-    standard = Numerics(replace(config, ns_iteration="standard"), device)
-    assert can == [
-        count for count in (2, 4, 8, 16) if can_share(rows, cols, count, standard)
-    ]
+    for own in (config, replace(config, ns_iteration="standard")):
+        numerics = Numerics(own, device)
+        can = [n for n in (2, 4, 8, 16) if can_share(rows, cols, n, numerics)]
+        assert can == counts
 
 
 def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:

@@ -70,11 +70,7 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
     def trial(kind: object, *rest: object) -> list[torch.Tensor]:
         raise SystemError("Failed to find C compiler")
 
-    monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
-    monkeypatch.setattr(fused, "trial", trial)
-    said = r"Failed to find C compiler.*set elementwise \(--muon-elementwise\) foreach"
-    with pytest.raises(RuntimeError, match=said):
-        try_elementwise(CUDA, Numerics(MuonConfig()))
+    assert_refused(trial, "Failed to find C compiler", monkeypatch)
     try_elementwise(CUDA, Numerics(MuonConfig(elementwise="foreach")))
 
 
@@ -84,17 +80,18 @@ def test_kernels_that_round_otherwise_are_an_error(
     def trial(kind: object, *rest: object) -> list[torch.Tensor]:
         return [torch.tensor([1.0 if isinstance(kind, Fused) else 1.0 + 2**-23])]
 
-    monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
-    monkeypatch.setattr(fused, "trial", trial)
-    with pytest.raises(
-        RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"
-    ):
+    assert_refused(trial, "round otherwise", monkeypatch)
+
+
+def assert_refused(trial: object, said: str, patch: pytest.MonkeyPatch) -> None:
+    """With the error's way out."""
+    patch.setattr(triton_operations, "has_triton", lambda: True)
+    patch.setattr(fused, "trial", trial)
+    with pytest.raises(RuntimeError, match=rf"{said}.*--muon-elementwise\) foreach"):
         try_elementwise(CUDA, Numerics(MuonConfig()))
 
 
-def test_a_fused_multiply_add_would_fail_the_trial(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fused_multiply_add_would_fail_the_trial() -> None:
     """The trial's numbers tell: in double precision, rounded once, other bits come
     out.
     """
@@ -103,15 +100,10 @@ def test_a_fused_multiply_add_would_fail_the_trial(
         def advance_momentum(
             self, buffers: Any, grads: Any, *rest: Any, **more: Any
         ) -> None:
+            momentum = torch.tensor(more["momentum"]).double()
             for m, g in zip(buffers, grads, strict=True):
-                m.copy_(
-                    (
-                        m.double() * torch.tensor(more["momentum"]).double()
-                        + g.double()
-                    ).float()
-                )
+                m.copy_(m.double() * momentum + g.double())
 
-    monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     made, expected = (
         fused.trial(kind, CPU_DEVICE, Numerics(MuonConfig()))
         for kind in (Contracted(), Foreach())

@@ -26,8 +26,8 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
-def _written(tmp_path: Path, text: str | bytes, name: str = "t.json") -> Path:
-    path = tmp_path / name
+def _written(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "t.json"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
 

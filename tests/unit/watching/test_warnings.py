@@ -18,12 +18,12 @@ ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 
 
 def warned(
-    change: Callable[[int], dict[str, Any]] = lambda number: {}, steps: int = 20
+    change: Callable[[int], dict[str, Any]] = lambda number: {},
 ) -> list[str]:
     """All warnings of a run that is well, but for ``change`` of its steps."""
     run = Warnings(None, {ROW: {"promised_rms": 0.2}})
     texts = []
-    for number in range(1, steps + 1):
+    for number in range(1, 21):
         numbers = {
             "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
             "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
