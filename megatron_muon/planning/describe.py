@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import spelled, steps_made_for
 from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
@@ -26,7 +26,7 @@ UNKNOWN_ROWS = (
     f"{named('split_qkv')} has no effect on {{}}: the order of rows is known only of "
     "Megatron's SelfAttention and CrossAttention, so each is one matrix"
 )
-KEPT = f"AdamW keeps {{}}. For 2-D weights {_DECIDE}."
+ADAMW_KEEPS = f"AdamW keeps {{}}. For 2-D weights {_DECIDE}."
 
 # --- the model ------------------------------------------------------------------------
 
@@ -124,34 +124,47 @@ def active_line(core: str, torch: str, config: MuonConfig) -> str:
     )
 
 
-def computing_line(numerics: Numerics, products: str, elementwise: str) -> str:
+def computing_line(
+    numerics: Numerics, products: str, elementwise: str, *, in_batches: bool
+) -> str:
     """How a step is computed.
 
     Args:
         numerics: of the run.
         products: the library that makes the symmetric products.
         elementwise: the kernels of momentum and update.
+        in_batches: whether matrices of one shape are orthogonalized together
+            (``ns_batch``).
     """
     config = numerics.config
     own = own_rule(config.rule)
     if own is not None:
         text = own_rule_text(config.rule, own)
         return f"{text}; momentum and update: {elementwise}"
+    batches = ""
+    if (config.ns_batch or 1) > 1 and not in_batches:
+        batches = (
+            f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's "
+            "deterministic mode take no batches"
+        )
     steps = f"{config.ns_steps} steps"
     made_for = steps_made_for(config.ns_coefficients)
     if made_for not in (None, config.ns_steps):
         steps += f" (made for {made_for})"
     return (
         f"Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, {numerics.dtype}, "
-        f"iteration {iteration_text(numerics)}; symmetric products: {products}; "
-        f"momentum and update: {elementwise}"
+        f"iteration {iteration_text(numerics)}; symmetric products: {products}"
+        f"{batches}; momentum and update: {elementwise}"
     )
 
 
 def own_rule_text(name: str, own: OwnRule) -> str:
     """What is computed in place of Newton-Schulz, and what it costs."""
-    waits = f"; the host waits for the device at each {own.takes}" * own.reads_host
-    return f"rule {name}, in fp32; ranks share no matrix{waits}"
+    kind = "a class" if isinstance(own.direction, type) else "a function, in fp32"
+    waits = ""
+    if own.reads_host:
+        waits = f"; the host waits for the device at each {own.takes}"
+    return f"rule {name}: {kind}; ranks share no matrix{waits}"
 
 
 def iteration_text(numerics: Numerics) -> str:
@@ -164,6 +177,20 @@ def iteration_text(numerics: Numerics) -> str:
         "standard, since the Gram iteration has not been found accurate with these "
         "coefficients, steps and dtype"
     )
+
+
+def not_shared_lines(
+    config: MuonConfig, device: Device, *, is_deterministic: bool
+) -> list[str]:
+    """A line where a GPU does not take its default for ``split_matrices``, with the
+    reason.
+    """
+    why = named("log_interval") if config.log_interval is not None else ""
+    if is_deterministic:
+        why = "torch's deterministic mode"
+    if not why or config.split_matrices is not None or not is_cuda(device):
+        return []
+    return [f"{named('split_matrices')} is off, not auto, with {why}"]
 
 
 # --- the exchange ---------------------------------------------------------------------

@@ -25,7 +25,7 @@ from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 
 _SHAPE = 32, 48  # of the matrix whose direction ranks compare
-# of an error of a function's, by words in its text
+# The way out of an error that a function raises, by words in the error's text.
 _WAYS_OUT = {
     "does not require grad": "steps run without grad mode: take gradients within "
     "torch.enable_grad(), of x.detach().requires_grad_()",
@@ -217,8 +217,14 @@ def _require_settings(own: OwnRule, config: MuonConfig, says: str) -> None:
 def _result(
     own: OwnRule, shape: tuple[int, int], device: torch.device, says: str
 ) -> float:
-    """One number of the direction of a seeded matrix on the device, which comes with a
-    matrix of zeros; times its scale.
+    """Call the function with two matrices, zeros and a seeded one, on the device.
+
+    Returns:
+        The sum of the seeded one's direction times its scale, weighted by random
+        numbers, so that another direction gives another sum.
+
+    Raises:
+        ValueError: see ``tried``.
     """
     rows, cols = shape
     drawn = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(0))
@@ -231,7 +237,8 @@ def _result(
     except Exception as error:  # of any type: it is the user's code
         text = f"{on}: {type(error).__name__}: {error}"
         for cause, way_out in _WAYS_OUT.items():
-            text += f"; {way_out}" * (cause in text)
+            if cause in str(error):
+                text += f"; {way_out}"
         raise ValueError(text) from error
     if not (zero.isfinite().all() and direction.isfinite().all()):
         raise ValueError(f"{on} returns NaN or Inf")

@@ -22,7 +22,7 @@ from megatron_muon.mcore.checkpoint.param_groups import (
 )
 from megatron_muon.orthogonalize.iteration import takes_gram
 from megatron_muon.orthogonalize.numerics import Device, Numerics, layout_free
-from megatron_muon.planning.describe import computing_line
+from megatron_muon.planning.describe import computing_line, not_shared_lines
 from megatron_muon.planning.plan import with_settings
 from megatron_muon.rules.block_steps import block_numerics, in_tp_slices
 from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
@@ -274,6 +274,15 @@ def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(
     assert layout_free(MuonConfig(), is_deterministic=False) == MuonConfig()
     asked = MuonConfig(split_matrices=4)
     assert layout_free(asked, is_deterministic=True) == asked
+    for config, is_deterministic, why in (
+        (MuonConfig(), False, None),
+        (MuonConfig(), True, "deterministic mode"),
+        (LOGGED, False, "--muon-log-interval"),
+        (asked, True, None),
+    ):
+        lines = not_shared_lines(config, device, is_deterministic=is_deterministic)
+        assert len(lines) == (why is not None and device in CUDAS)
+        assert all(why is not None and why in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +313,9 @@ def test_without_tested_restarts_gram_is_refused_and_auto_is_standard(
             config = MuonConfig(preset="fast", ns_iteration=iteration, **settings)
             assert Numerics(config, device).iteration == "standard"
             assert not takes_gram(4096, 16384, Numerics(config, device))
-            line = computing_line(Numerics(config, device), "torch", "foreach")
+            line = computing_line(
+                Numerics(config, device), "torch", "foreach", in_batches=True
+            )
             said = "since the Gram iteration has not been found accurate"
             is_wanted = iteration == "auto" or device in CUDAS
             assert (said in line) == is_wanted
@@ -356,7 +367,7 @@ def test_a_preset_fills_settings_that_are_not_set_on_a_gpu(device: Device) -> No
         assert (alone.dtype, alone.iteration) == ("fp32", whole.iteration)
         alone = Numerics(replace(whole.config, ns_iteration="gram"), device)
         assert (alone.dtype, alone.iteration) == (whole.dtype, "gram")
-        line = computing_line(whole, "", "")
+        line = computing_line(whole, "", "", in_batches=True)
         assert f", {whole.dtype}, iteration {whole.iteration};" in line
 
 
@@ -396,7 +407,7 @@ def test_the_start_names_a_number_of_steps_unlike_the_sets_own(
     given: dict[str, Any], said: str
 ) -> None:
     numerics = Numerics(MuonConfig(**given), "cpu")
-    line = computing_line(numerics, "torch", "foreach")
+    line = computing_line(numerics, "torch", "foreach", in_batches=False)
     assert said in line
 
 

@@ -194,14 +194,17 @@ def test_a_name_from_a_checkpoint_is_not_imported(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("polar_express", "polar_express, in fp32; ranks share no matrix; mom"),
+        (
+            "polar_express",
+            "polar_express: a function, in fp32; ranks share no matrix; mom",
+        ),
         ("polar", "in fp32; .*; the host waits for the device at each matrix; "),
     ],
 )
 def test_the_start_says_what_takes_newton_schulzs_place(name: str, text: str) -> None:
     numerics = Numerics(MuonConfig(rule=f"{HERE}:{name}"), "cuda")
     assert numerics.split == "off"
-    line = computing_line(numerics, "torch", "foreach")
+    line = computing_line(numerics, "torch", "foreach", in_batches=True)
     assert re.search(text, line) and "Newton-Schulz" not in line
 
 

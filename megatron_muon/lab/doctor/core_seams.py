@@ -244,9 +244,6 @@ MODEL: tuple[Row, ...] = (
     Place("megatron.core.tensor_parallel").read(
         "VocabParallelEmbedding", "embeddings: AdamW's"
     ),
-    _LAYERS.called(
-        "param_is_not_tensor_parallel_duplicate(param)", "if the norm counts it"
-    ),
     _ATTENTION.read(
         "SelfAttention", "its linear_qkv has query groups of q, k and v rows"
     ),

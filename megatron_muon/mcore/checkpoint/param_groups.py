@@ -102,9 +102,8 @@ def check_record(
     now = _resolved(numerics)
     then |= {name: now[name] for name, value in _UNSAID.items() if then[name] == value}
     coefficients = then["ns_coefficients"]  # perhaps numbers, or a removed set's name
-    if isinstance(coefficients, str):
-        if coefficients in left.SETS:
-            coefficients = parse(left.SETS[coefficients])
+    if isinstance(coefficients, str) and coefficients in left.SETS:
+        coefficients = parse(left.SETS[coefficients])
     try:
         then["ns_coefficients"] = canonical(coefficients)
         used = _as_run(then)

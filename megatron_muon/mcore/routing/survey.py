@@ -13,7 +13,7 @@ from megatron_muon.mcore.routing.param_routing import (
     whole_shape,
 )
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.planning.describe import KEPT, UNKNOWN_ROWS, Share
+from megatron_muon.planning.describe import ADAMW_KEEPS, UNKNOWN_ROWS, Share
 from megatron_muon.settings.config import MuonConfig
 
 
@@ -47,8 +47,8 @@ def _kind(route: Route) -> str:
 
 
 def remarks_on(route: Route, config: MuonConfig) -> Iterator[tuple[str, str]]:
-    """What is unusual about a weight: a sentence of ``describe``, and what is put into
-    it: one name for all layers or experts, with ``*`` for the number, and why.
+    """What is unusual about a weight: pairs of a sentence of ``describe`` and the text
+    that is put into it, which is one for all layers or experts (``*`` for numbers).
     """
     weight = route.weight
     name = of_any_number(weight.name)
@@ -58,4 +58,4 @@ def remarks_on(route: Route, config: MuonConfig) -> Iterator[tuple[str, str]]:
             yield UNKNOWN_ROWS, f"{name} (in {type(holder).__name__})"
         return
     if route.is_unknown or route.why_adamw == MARKED:
-        yield KEPT, f"{name} ({route.why_adamw})"
+        yield ADAMW_KEEPS, f"{name} ({route.why_adamw})"

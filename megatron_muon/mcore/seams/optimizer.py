@@ -175,9 +175,6 @@ ROWS: tuple[Row, ...] = (
     _CHAIN.overridden(
         "load_parameter_state(filename, update_legacy_format)", "reads that file"
     ),
-    _CHAIN.overridden(
-        "_synchronize_steps", "gives every group the same step", since=14
-    ),
     # --- dist_checkpointing
     _CKPT.wrapped(
         "save(sharded_state_dict, checkpoint_dir)",

@@ -35,14 +35,16 @@ from megatron_muon.mcore.wiring.gradients import (
     share_loss_scale,
 )
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.mcore.wiring.start import start_lines
+from megatron_muon.mcore.wiring.start import say_at_start, start_lines
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
+    plan_device,
     try_products,
 )
 from megatron_muon.orthogonalize.numerics import Numerics, layout_free
 from megatron_muon.planning import agreed
+from megatron_muon.planning.describe import not_shared_lines
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, make_plans
@@ -149,6 +151,8 @@ def _checked(
     process_groups.require_groups(model_chunks, pg_collection)
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
+    kind = plan_device(device, config)
+    say_at_start(not_shared_lines(config, kind, is_deterministic=is_deterministic))
     config = layout_free(config, is_deterministic=is_deterministic)
     numerics = numerics_on(device, config)
     try_products(device, numerics)

@@ -21,6 +21,7 @@ from megatron_muon.mcore.routing.routes import (
 from megatron_muon.mcore.routing.survey import share_of
 from megatron_muon.mcore.seams.rows import described_version
 from megatron_muon.orthogonalize.matmul import describe_products
+from megatron_muon.orthogonalize.newton_schulz import takes_batches
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning import describe
 from megatron_muon.planning.describe import Share
@@ -99,6 +100,7 @@ def start_lines(
             numerics,
             describe_products(numerics),
             describe_elementwise(stage.device, numerics),
+            in_batches=takes_batches(stage.device),
         ),
         share_line,
         *([f"unusual: {' | '.join(unusual)}"] if unusual else []),
