@@ -221,7 +221,7 @@ def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
     [
         (60_000, TP2_DP2),
         (90_000, TP2_DP2),
-        (90_000, Topology(tp=2, dp=3, overlap=True)),
+        (60_000, Topology(tp=2, dp=3, overlap=True)),
         (90_000, Topology(dp=4, overlap=True, bucket_size=20_000)),
     ],
 )
