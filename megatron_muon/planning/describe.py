@@ -39,9 +39,10 @@ class Share:
 
     total: int = 0  # total, muon: elements of all parameters, and of Muon's
     muon: int = 0
-    # elements that one token goes through: only as many of a layer's routed experts as
-    # the router picks
+    # active, active_muon: elements that one token goes through: only as many of a
+    # layer's routed experts as the router picks
     active: int = 0
+    active_muon: int = 0
     # elements of AdamW's 2-D weights, by what they are
     kept: Mapping[str, int] = field(default_factory=dict)
     # pairs of a sentence and a weight's name that is put into its braces
@@ -52,6 +53,7 @@ class Share:
             self.total + other.total,
             self.muon + other.muon,
             self.active + other.active,
+            self.active_muon + other.active_muon,
             dict(Counter(self.kept) + Counter(other.kept)),
             (*self.remarks, *other.remarks),
         )
@@ -65,12 +67,18 @@ def share_lines(share: Share) -> list[str]:
         ValueError: the share is zero.
     """
     require_muons(share)
-    part = share.muon / share.total if share.total else 1.0
-    lines = [
-        f"Muon has {part:.1%} of the model's {_count(share.total)} trainable "
-        "parameters, AdamW the rest"
-    ]
-    if part < 0.5:
+    all_of_it = _ratio(share.muon, share.total)
+    activated = _ratio(share.active_muon, share.active)
+    line = (
+        f"Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
+        "trainable parameters"
+    )
+    if share.active < share.total:
+        line += (
+            f" and {activated:.1%} of the {_count(share.active)} that a token activates"
+        )
+    lines = [f"{line}, AdamW the rest"]
+    if min(all_of_it, activated) < 0.5:
         lines.append(
             "warning: Muon updates less than half of the parameters; "
             f"{_kept(share)}: expect little difference from AdamW"
@@ -239,6 +247,10 @@ def node_lines(
         f"set it to {ranks_here}, unless the links between these machines are as fast "
         "as those inside"
     ]
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0
 
 
 def _count(number: int) -> str:

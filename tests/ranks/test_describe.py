@@ -71,16 +71,27 @@ def _printed(case: Case, topology: Topology) -> str:
     return printed_by(lambda: start(case, topology))[1]
 
 
-def _shares(case: Case) -> tuple[int, int]:
-    """Elements of all and of Muon's, of one process' model."""
+def _shares(case: Case) -> tuple[int, int, int, int]:
+    """Elements of all, of Muon's, and of those that a token activates, of one process'
+    model.
+    """
+    main = truth(replace(case, steps=0))["main"]
     weights = {
         name: tensor.numel()
-        for name, tensor in truth(replace(case, steps=0))["main"].items()
+        for name, tensor in main.items()
+        if not name.startswith("unused")
     }
-    weights = {name: n for name, n in weights.items() if not name.startswith("unused")}
     muon = muon_weights(case)
-    of_muon = sum(n for name, n in weights.items() if name in muon)
-    return sum(weights.values()), of_muon
+    used = {
+        name: n * 2 // 4 if ".experts." in name else n  # the router picks 2 of 4
+        for name, n in weights.items()
+    }
+    return (
+        sum(weights.values()),
+        sum(n for name, n in weights.items() if name in muon),
+        sum(used.values()),
+        sum(n for name, n in used.items() if name in muon),
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,15 +108,18 @@ def _shares(case: Case) -> tuple[int, int]:
         (Case(mla="duplicated"), TP2),
     ],
 )
-def test_muons_share_of_all_parameters_is_the_models(
+def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     case: Case, topology: Topology
 ) -> None:
-    total, muon = _shares(case)
+    total, muon, active, active_muon = _shares(case)
     first, *others = on_ranks(_printed, case, topology)
     assert len(lines_at_start(first)) <= 6
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     of_all = f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k"
     assert f"{of_all} trainable parameters" in line
+    assert (
+        f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
+    ) == case.moe
     assert not any("Muon has" in other for other in others)
     assert "warning" not in first
 

@@ -33,7 +33,7 @@ def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
             active = int(elements * model.moe_router_topk // model.num_moe_experts)
         counts.update(total=elements, active=active)
         if route.muon is not None:
-            counts.update(muon=elements)
+            counts.update(muon=elements, active_muon=active)
         elif weight.param.dim() == 2:
             kept[_kind(route)] += elements
     return Share(**counts, kept=dict(kept), remarks=tuple(remarks))

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon
-from megatron_muon.runtime import collectives
 from megatron_muon.settings.rules import RULES
 from support.gpu.model import built_on_rank, flags_of
 from support.gpu.settings import Settings
@@ -66,10 +65,9 @@ def train(job: tuple[Settings, str, str]) -> list[float]:
             raise RuntimeError(
                 f"Megatron skipped step {step}: gradients are not finite"
             )
-        world = dist.group.WORLD
-        assert world is not None
-        every = collectives.all_gather_flat("muon/accept", loss.detach().view(1), world)
-        losses.append(torch.cat(every).mean().item())
+        every = loss.new_empty(dist.get_world_size())
+        dist.all_gather_into_tensor(every, loss.detach().view(1))
+        losses.append(every.mean().item())
     return losses
 
 

@@ -240,7 +240,7 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
     remarks: list[tuple[str, str]] = []
     for route in routes:
         remarks += remarks_on(route, MuonConfig())
-    of_model = Share(2, 1, 2, remarks=remarks)
+    of_model = Share(2, 1, 2, 1, remarks=remarks)
     _, kept = share_lines(of_model + of_model)
     assert kept == (
         "AdamW keeps decoder.layers.*.mlp.experts.weight (3-D of Of, which is not in "
