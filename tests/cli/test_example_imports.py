@@ -107,7 +107,7 @@ def foreign(script: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("script", "pattern"), SCRIPTS)
+@pytest.mark.parametrize("script, pattern", SCRIPTS)
 def test_an_example_imports_what_its_document_installs(
     script: str, pattern: str
 ) -> None:

@@ -47,7 +47,7 @@ PLAN = "plan --model llama3-8b --tp 8 --world-size 16384"
 
 # with the bench 3: fork server and resource tracker, which still import; 5: the ranks,
 # too
-@pytest.mark.parametrize(("command", "processes"), [(BENCH, 3), (BENCH, 5), (PLAN, 1)])
+@pytest.mark.parametrize("command, processes", [(BENCH, 3), (BENCH, 5), (PLAN, 1)])
 def test_ctrl_c_ends_a_command_and_its_ranks(command: str, processes: int) -> None:
     """It answers within 2 s on an idle machine; the bound is for a busy one."""
     process = subprocess.Popen(

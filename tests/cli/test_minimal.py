@@ -9,7 +9,7 @@ import pytest
 
 from support.processes import python
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
 @pytest.mark.parametrize("start", [[], TORCHRUN], ids=["one process", "two"])

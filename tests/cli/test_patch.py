@@ -20,7 +20,7 @@ OWN = b"\nfrom .own import more\n"
 
 
 @pytest.mark.parametrize(
-    ("plain", "tool"),
+    "plain, tool",
     [
         (PLAIN, GIT),
         (PLAIN.replace(b"\n", b"\r\n"), GIT),

@@ -80,7 +80,7 @@ def hits(session: Browser, words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "first"),
+    "words, first",
     [
         ("LoRA", "Routing: Adapters"),
         ("OOM", "Troubleshooting: CUDA out of memory"),

@@ -248,7 +248,7 @@ def _disagree(topology: Topology, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("routing", "linear_fc2.weight"), ("shape", "decoder.layers")]
+    "kind, named", [("routing", "linear_fc2.weight"), ("shape", "decoder.layers")]
 )
 @pytest.mark.parametrize(
     "topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str
@@ -273,7 +273,7 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology", "named"),
+    "kind, topology, named",
     [
         (
             "instances",
@@ -333,7 +333,7 @@ def _error_without_a_group(moe: bool, missing: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("moe", "group"),
+    "moe, group",
     [(False, "tp_dp_cp"), (False, "tp"), (True, "expt_tp"), (True, "ep")],
 )
 def test_process_groups_without_one_that_is_needed_are_refused(

@@ -60,7 +60,7 @@ def _after_a_kill(
 
 
 @pytest.mark.parametrize(
-    ("wait", "case", "topology", "named"),
+    "wait, case, topology, named",
     [
         (_reduce, CASE, Topology(dp=3), "grads/reduce"),
         (_reduce, CASE, Topology(dp=3, overlap=True), "grads/reduce"),

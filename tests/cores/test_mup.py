@@ -94,7 +94,7 @@ def _by_mup(
 
 
 @pytest.mark.parametrize(
-    ("case", "topology", "width"),
+    "case, topology, width",
     [
         (CASE, Topology(), 2.0),
         (CASE, Topology(tp=2, dp=2), 4.0),
@@ -141,7 +141,7 @@ def _refused(settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         ({}, r"use_mup with scale_mode \(--muon-scale-mode\) spectral: "),
         ({"scale_mode": "update_norm"}, r"update_norm: .* give unit_rms_norm"),

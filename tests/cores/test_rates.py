@@ -196,7 +196,7 @@ def _reset(optimizer: Any, groups: list[Group]) -> None:
 )
 @pytest.mark.parametrize("decoupled", [False, True], ids=["one-rate", "decoupled"])
 @pytest.mark.parametrize(
-    ("writer", "own"),
+    "writer, own",
     [
         ("muon", ""),
         ("muon", "multipliers"),

@@ -77,14 +77,14 @@ RUNS = {
 EVERY = {name: (case, topologies, []) for name, (case, topologies) in RUNS.items()}
 
 
-@pytest.mark.parametrize(("case", "topology"), runs_of(EVERY))
+@pytest.mark.parametrize("case, topology", runs_of(EVERY))
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
 
 
 @pytest.mark.parametrize("format", formats())
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         pytest.param(
             replace(BF16, steps=4), Topology(dp=3, overlap=True), id="dp3-overlap"
@@ -108,7 +108,7 @@ needs_layouts = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         pytest.param(replace(BF16, layers=8), LARGE, id="tp2-pp2-dp2"),
         pytest.param(

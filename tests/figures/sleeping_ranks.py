@@ -86,15 +86,8 @@ def compared(case: Case) -> Compared:
 
 def sleeping(case: Case, plan: ExchangePlan) -> Hardware:
     """Hardware that takes time for Newton-Schulz only: as much as the sleeps."""
-    none = (
-        "kernel_us",
-        "launch_us",
-        "phase_us",
-        "message_us",
-        "peer_us",
-        "peer_host_us",
-    )
-    free = ("memory_gbytes", "node_gbytes", "pair_gbytes", "network_gbytes")
+    none = "kernel_us launch_us phase_us message_us peer_us peer_host_us".split()
+    free = "memory_gbytes node_gbytes pair_gbytes network_gbytes".split()
     values: dict[str, Any] = dict.fromkeys(none, 0.0) | dict.fromkeys(free, MOST)
     flops_per_second = 1 / _second_per_flop(case, plan)
     values |= {"dense_tflops": flops_per_second / TERA, "gemm_efficiency": 1.0}

@@ -100,7 +100,7 @@ def test_under_a_launcher_its_ranks_train_what_is_missing(
 ) -> None:
     """They have the other training from the first rank, which reads it."""
     shutil.copy(folder / "tp2-adamw.json", tmp_path)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
     words += [str(EVIDENCE / "compare.py"), *SMALL, "--folder", str(tmp_path)]
     done = python(
         *words,

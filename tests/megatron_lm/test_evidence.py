@@ -59,7 +59,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "figures", "page"), TABLES, ids=lambda each: each[:30]
+    "name, function, figures, page", TABLES, ids=lambda each: each[:30]
 )
 def test_a_page_has_a_table_as_it_is_printed(
     name: str, function: str, figures: str, page: str, script: Any
@@ -207,9 +207,7 @@ PICTURES = [
 NUMBER = r"(?<![\w.])\d+\.\d+"
 
 
-@pytest.mark.parametrize(
-    ("page", "picture"), PICTURES, ids=lambda each: Path(each).name
-)
+@pytest.mark.parametrize("page, picture", PICTURES, ids=lambda each: Path(each).name)
 def test_a_number_beside_a_picture_is_of_a_table_or_of_the_pictures_file(
     page: Path, picture: str, script: Any
 ) -> None:

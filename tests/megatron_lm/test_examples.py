@@ -255,7 +255,7 @@ def assert_trained(text: str, optimizer: str) -> None:
 
 @needs_checkout
 @pytest.mark.parametrize(
-    ("name", "optimizer", "variables"),
+    "name, optimizer, variables",
     [
         ("gpt_340m", "muon", {}),
         ("gpt_340m", "adam", {"TP": 1, "GPUS_PER_NODE": 2}),

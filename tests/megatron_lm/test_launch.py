@@ -63,7 +63,7 @@ MISSING = "MissingPackageError: No module named 'yaml': Megatron-LM needs it, no
 
 
 @pytest.mark.parametrize(
-    ("core", "said", "unsaid"),
+    "core, said, unsaid",
     [
         (
             "raise ModuleNotFoundError(\"No module named 'yaml'\", name='yaml')",
@@ -237,7 +237,7 @@ def test_a_rank_that_lost_its_gpu_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    "variables, said",
     [
         (
             {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},

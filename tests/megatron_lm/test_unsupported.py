@@ -120,7 +120,7 @@ def test_a_patched_checkout_of_any_shape_stops_muon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "minor"),
+    "text, minor",
     [
         ("0.12.0", 12),
         ("0.12.0+ab12", 12),

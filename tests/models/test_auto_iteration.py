@@ -175,7 +175,7 @@ def _between() -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "device", "gram"),
+    "shape, device, gram",
     [
         ((512, 2048), "cuda", False),
         ((4096, 14336), "cuda", True),

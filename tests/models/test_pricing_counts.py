@@ -77,9 +77,9 @@ def test_bytes_within_a_node_and_between_nodes_are_counted_separately() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "iteration"), [(512, "standard"), (512, "gram"), (8192, "gram")]
+    "hidden, iteration", [(512, "standard"), (512, "gram"), (8192, "gram")]
 )
-@pytest.mark.parametrize(("tp", "strips"), [(1, 4), (2, 4), (2, 2)])
+@pytest.mark.parametrize("tp, strips", [(1, 4), (2, 4), (2, 2)])
 def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     hidden: int, tp: int, strips: int, iteration: NsIteration
 ) -> None:
@@ -147,7 +147,7 @@ def test_second_moments_at_homes_cost_their_launches_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("rule", ["hyperball", "namo"])
-@pytest.mark.parametrize(("tp", "dp"), SIZES)
+@pytest.mark.parametrize("tp, dp", SIZES)
 def test_sums_over_matrices_cost_their_launches_and_memory(
     rule: str, tp: int, dp: int
 ) -> None:
@@ -175,7 +175,7 @@ def test_second_moments_are_in_the_memory_at_rest() -> None:
     assert momenta("normuon") - momenta("muon") == 4 * long
 
 
-@pytest.mark.parametrize(("tp", "dp"), SIZES)
+@pytest.mark.parametrize("tp, dp", SIZES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -202,7 +202,7 @@ def test_the_peak_is_that_of_the_virtual_gpus_allocator(
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "strips", "dtype"),
+    "tp, dp, strips, dtype",
     [
         (1, 4, 4, None),
         (2, 4, 4, None),

@@ -62,7 +62,7 @@ def _busiest(name: str, **settings: object) -> ReportRow:
 
 
 @pytest.mark.parametrize(
-    ("name", "largest", "beside", "most"),
+    "name, largest, beside, most",
     [
         # of a first round the rank's own matrix goes out, 32 MiB, and directions come,
         # 56.25 MiB

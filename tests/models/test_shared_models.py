@@ -28,7 +28,7 @@ def seconds(
 
 
 @pytest.mark.parametrize(
-    ("name", "at_most"),
+    "name, at_most",
     [
         ("Llama-3-8B TP8 × DP64", Fraction(1, 3)),
         ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5)),

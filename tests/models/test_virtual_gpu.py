@@ -87,7 +87,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "settings"), STEPS)
+@pytest.mark.parametrize("size, settings", STEPS)
 @pytest.mark.parametrize("memory", MEMORY)
 def test_nothing_races(size: str, settings: str, memory: Memory) -> None:
     for recording in recorded(size, settings).values():
@@ -111,7 +111,7 @@ def test_messages_between_homes_are_the_plans(settings: str) -> None:
         assert compare_with_plan(rank, recording.collectives, planned) == []
 
 
-@pytest.mark.parametrize(("size", "settings"), STEPS)
+@pytest.mark.parametrize("size, settings", STEPS)
 def test_ranks_agree_and_the_host_never_waits(size: str, settings: str) -> None:
     recordings = recorded(size, settings)
     assert check_stage(recordings) == []
@@ -164,7 +164,7 @@ def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "kind", "memories"),
+    "mutant, kind, memories",
     [
         (no_wait, "unordered", MEMORY),
         (dropped_message, "freed", ("caller",)),
@@ -214,7 +214,7 @@ def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "settings"), [*((size, "default") for size in SIZES), ("some", "fp32")]
+    "size, settings", [*((size, "default") for size in SIZES), ("some", "fp32")]
 )
 def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
     size: str, settings: str
@@ -251,7 +251,7 @@ def _products(recording: Recording) -> int:
     return names["bmm"] + names["baddbmm"] - copies
 
 
-@pytest.mark.parametrize(("iteration", "squares"), [("standard", 10), ("gram", 12)])
+@pytest.mark.parametrize("iteration, squares", [("standard", 10), ("gram", 12)])
 def test_a_kernel_for_symmetric_products_replaces_torchs_without_more_memory(
     iteration: NsIteration, squares: int
 ) -> None:

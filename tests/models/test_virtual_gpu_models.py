@@ -34,7 +34,7 @@ from support.virtual_gpu.verdict import CLAIMS, verdict_of
 
 
 @pytest.mark.parametrize(
-    ("words", "stages"),
+    "words, stages",
     [
         (f"{LLAMA_8B}{OVERLAP}--sequence-parallel {TP} 8 --world-size 512", [1]),
         (f"{LLAMA_70B}{OVERLAP}{TP} 8 {PP} 4 --world-size 512", [1, 2, 1]),
@@ -137,7 +137,7 @@ def flags_without_room(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "claims", "said"),
+    "mutant, claims, said",
     [
         (raises, CLAIMS[:1], "rank 2: IndexError: list index out of range"),
         (other_plan, (CLAIMS[1], CLAIMS[4]), "rank 2 makes another"),

@@ -87,7 +87,7 @@ def test_a_mutant_races(
     assert {race.kind for race in record("some", "whole")[0].races} >= {"unordered"}
 
 
-@pytest.mark.parametrize(("hosted", "nbytes"), [("whole", 8), ("halves", 6)])
+@pytest.mark.parametrize("hosted, nbytes", [("whole", 8), ("halves", 6)])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_each_element_comes_and_goes_once_while_matrices_are_orthogonalized(
     hosted: str, nbytes: int, tp: int

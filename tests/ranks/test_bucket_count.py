@@ -167,7 +167,7 @@ EIGHT = Case(layers=8)
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (EIGHT, T(tp=2, pp=2, overlap=True)),
         (EIGHT, T(pp=2, chunks=2, overlap=True)),

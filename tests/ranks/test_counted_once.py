@@ -79,7 +79,7 @@ def _is_wrong(case: Case, topology: Topology) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (GROUPED, TP2_EP2_ETP1),
         (GROUPED, TP2_DP2_EP2),

@@ -15,17 +15,11 @@ from megatron_muon.runtime import consensus
 from megatron_muon.runtime.patches import Patches
 
 # How the names of a ProcessGroup's methods begin that communicate.
-_COMMUNICATES = (
-    "all",
-    "_all",
-    "gather",
-    "scatter",
-    "broadcast",
-    "reduce",
-    "_reduce",
-    "barrier",
+_COMMUNICATES = tuple(
+    """
+    all _all gather scatter broadcast reduce _reduce barrier monitored_barrier send recv
+""".split()
 )
-_COMMUNICATES += ("monitored_barrier", "send", "recv")
 
 
 def hold_acts() -> None:

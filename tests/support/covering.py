@@ -84,7 +84,7 @@ def is_legal(change: Change) -> bool:
         map(_fills(case), (saved, loaded))
     ):
         return False
-    kept = ["tp", "pp", "ep", "chunks"]
+    kept = "tp pp ep chunks".split()
     kept += ["overlap", "bucket_size"] * (change.format == "dp_reshardable")
     return all(getattr(saved, name) == getattr(loaded, name) for name in kept)
 

@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Packages whose names are looked for; of torch those with an underscore alone.
-FOREIGN = (
-    "megatron",
-    "transformer_engine",
-    "apex",
-    "quack",
-    "emerging_optimizers",
-    "torch",
-)
+FOREIGN = "megatron transformer_engine apex quack emerging_optimizers torch".split()
 # Names that this code base gives to objects of Megatron's in its rooms that deal with
 # them, and what they are.
 _BUILT = {

@@ -206,7 +206,7 @@ def test_what_is_spelled_is_parsed_again(given: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "dtypes", "said"),
+    "numbers, dtypes, said",
     [
         (
             (1.0, 2.0, 3.0),

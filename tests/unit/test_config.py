@@ -107,7 +107,7 @@ def test_a_checkpoint_from_before_a_setting_has_its_default(
 
 @pytest.mark.parametrize("device", get_args(Device))
 @pytest.mark.parametrize(
-    ("name", "earlier", "resolved"),
+    "name, earlier, resolved",
     [
         ("ns_iteration", "standard", "iteration"),
         ("ns_dtype", "bf16", "dtype"),
@@ -199,7 +199,7 @@ def test_a_patterns_steps_are_those_of_its_coefficients_in_every_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "own", "more", "said"),
+    "rule, own, more, said",
     [
         ("normuon", "rule=hyperball", {}, "'rule=hyperball' is no setting by pattern"),
         ("hyperball", "rms=0.3", {}, "in radii"),
@@ -286,7 +286,7 @@ def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    "settings, named",
     [
         (
             {"ns_coefficients": ((2.0, -1.5, 0.5),)},
@@ -389,7 +389,7 @@ def test_a_run_with_another_preset_prints_the_flags_that_keep_its_bits(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
         ({}, "simple, 5 steps, "),
         ({"ns_steps": 7}, "simple, 7 steps (made for 5), "),
@@ -478,7 +478,7 @@ def test_the_docstring_has_the_sentence_of_each_field_as_help_says_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "starts"),
+    "field, starts",
     [
         ("full_period", "Steps from one full orthogonalization to the next, by Adam's"),
         ("nesterov", "False: orthogonalize the momentum M."),
@@ -502,7 +502,7 @@ def test_a_sentence_is_of_the_field_where_the_flag_means_something_else(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         ({"momentum_start": 0.5}, "there is none: give momentum_warmup"),
         ({"momentum_warmup": 3, "momentum": 0.8}, r"0.85 is above momentum .* 0.8"),

@@ -31,7 +31,7 @@ def by_command() -> None:
     "printing", [lambda: say(TEXT), by_command], ids=["run", "command"]
 )
 @pytest.mark.parametrize(
-    ("encoding", "shown"),
+    "encoding, shown",
     [
         ("ascii", r"1.05 \xd7 the mean, \u0438\u043c\u044f, \udce9"),
         ("latin-1", r"1.05 × the mean, \u0438\u043c\u044f, \udce9"),
@@ -63,7 +63,7 @@ def test_a_list_of_names_prints_the_first_and_the_number_of_the_others() -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "shown"),
+    "number, shown",
     [
         (999, "999 "),
         (999.6, "1 k"),

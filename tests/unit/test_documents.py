@@ -123,7 +123,7 @@ def test_the_citation_has_the_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "link"),
+    "url, link",
     [
         ("", "Validation (docs/validation.md)"),
         ("https://host/tree/", "[Validation](https://host/tree/docs/validation.md)"),

@@ -39,7 +39,7 @@ def test_a_text_with_one_of_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "column", "count"),
+    "text, column, count",
     [
         ("x = [*(1, 2), *[3]]", "starred", 2),
         ("x = f(*(1, 2))", "starred", 0),  # no display

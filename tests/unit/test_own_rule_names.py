@@ -56,7 +56,7 @@ def test_a_registered_name_is_a_rules_once(register: Callable[..., None]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         (f"{HERE}:nothing", "AttributeError: .* no attribute 'nothing'"),
         ("no_such_module:rule", "ModuleNotFoundError: No module named 'no_such_"),
@@ -89,7 +89,7 @@ def test_it_is_tried_on_each_shape_that_it_gets(
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "text"),
+    "name, settings, text",
     [
         ("polar_express", {"ns_steps": 6}, "--muon-ns-steps"),
         ("polar", {"matched_adamw_rms": 0.3}, "--muon-matched-adamw-rms"),
@@ -116,7 +116,7 @@ def test_a_subclass_of_a_rule_with_settings_of_its_own_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    "settings, text",
     [
         ({"log_interval": 2}, "--muon-log-interval"),
         ({"cautious_decay": True}, "--muon-cautious-decay"),
@@ -192,7 +192,7 @@ def test_a_name_from_a_checkpoint_is_not_imported(
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         (
             "polar_express",

@@ -148,7 +148,7 @@ def test_a_package_without_its_tests_says_so(
 
 
 @pytest.mark.parametrize(
-    ("fast", "bits", "training", "preset"),
+    "fast, bits, training, preset",
     [
         (10.0, "ok", "ok", "fast"),
         (19.9, "ok", "ok", "safe"),

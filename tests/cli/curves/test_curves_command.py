@@ -44,16 +44,7 @@ def test_a_run_that_needs_half_the_steps(
         for line in text.split("validation loss")[1].splitlines()
         if "1.1000 (" in line
     ]
-    assert row.split() == [
-        "AdamW",
-        "3",
-        "200",
-        "1.1000",
-        "(1.1000",
-        "to",
-        "1.1000)",
-        "0",
-    ]
+    assert row.split() == "AdamW 3 200 1.1000 (1.1000 to 1.1000) 0".split()
     assert "never" in text
     report = json.loads(out.read_text())
     assert set(report) == {"train", "validation"}

@@ -100,7 +100,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "topology"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("case, topology", CASES, ids=lambda value: str(value)[:40])
 def test_what_is_printed_is_what_a_run_does(case: Case, topology: Topology) -> None:
     if reason := lacks(case, topology):
         pytest.skip(reason)
@@ -195,7 +195,7 @@ def test_hyperball_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rates_and_decays_by_pattern_are_shown() -> None:
-    flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
+    flags = "--muon-lr-mult *fc1.weight=0.5 --muon-wd-mult *.1.*fc?.weight=0".split()
     flags += ["--muon-lr-mult", "embedding.word*=2"]
     (stage,) = report_of("routes", *TINY, *flags)["stages"]
     factors = {
@@ -244,7 +244,7 @@ def test_a_preset_is_read_by_its_name_and_changed_by_flags(name: str) -> None:
     """Small enough to build in a moment; ``test_dry_run.py`` holds presets to
     Megatron-LM's own.
     """
-    small = ["--num-layers", "4", "--dp", "2", "--moe-layer-freq", "1"]
+    small = "--num-layers 4 --dp 2 --moe-layer-freq 1".split()
     routes = report_of("routes", "--model", name, *small)
     assert routes["ranks"]["world"] == 2 and len(routes["stages"]) == 1
     layers = {

@@ -61,7 +61,7 @@ def parameters(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
+    "world, layout",
     [
         (2, f"{TP} 2 --sequence-parallel"),
         (4, f"{PP} 2 --overlap-grad-reduce"),
@@ -238,7 +238,7 @@ def test_a_sweep_runs_the_script_again_and_nothing_is_written(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options, said",
     [
         ("--no-such-flag 1", "unrecognized arguments: --no-such-flag 1"),
         (f"{TP} 3", "world size (2) is not divisible by"),

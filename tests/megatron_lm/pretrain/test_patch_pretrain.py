@@ -196,7 +196,7 @@ def too_new(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("start", "muon"),
+    "start, muon",
     [
         (["-m", "megatron_muon"], MUON),
         ([], MUON),

@@ -58,14 +58,14 @@ INTERLEAVED = (
 
 
 @pytest.mark.parametrize(
-    ("processes", "layout"),
+    "processes, layout",
     [
         (2, "--tensor-model-parallel-size 2"),
         (8, f"{TP2_PP2} {OVERLAP}"),
         (4, f"{INTERLEAVED} {OVERLAP}"),
         (2, EXPERTS),
     ],
-    ids=["tp2", "tp2-pp2-dp2", "pp2-vpp2-dp2", "ep2"],
+    ids="tp2 tp2-pp2-dp2 pp2-vpp2-dp2 ep2".split(),
 )
 def test_muon_trains(processes: int, layout: str) -> None:
     text = pretrain(processes, MUON, "--bf16", layout, PYTHONIOENCODING="ascii")
@@ -104,7 +104,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "parallel"),
+    "optimizer, parallel",
     [(MUON, ""), (ADAM_IN_FP32, "--tensor-model-parallel-size 2")],
     ids=["muon-pp2-vpp2-dp2", "adam-tp2-pp2-vpp2"],
 )
@@ -207,7 +207,7 @@ SHARDS = "--use-distributed-optimizer, or leave it out"  # of a clip
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         (
             "--optimizer muon",
@@ -262,7 +262,7 @@ def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "pretrain_vlm.py"],
+    "pretrain_gpt.py pretrain_mamba.py pretrain_hybrid.py pretrain_vlm.py".split(),
 )
 def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
     if not (CHECKOUT / script).is_file():

@@ -210,7 +210,7 @@ def alone(name: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    "name, layout",
     [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]],
     ids=str,
 )
@@ -242,7 +242,7 @@ def test_hyper_connections_train_in_bf16(layout: str) -> None:
     assert there == pytest.approx(one, rel=2**-7)
 
 
-@pytest.mark.parametrize(("name", "layout"), SWITCHED, ids=str)
+@pytest.mark.parametrize("name, layout", SWITCHED, ids=str)
 def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
     name: str, layout: str, tmp_path: Path
 ) -> None:

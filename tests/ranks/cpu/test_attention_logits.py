@@ -186,7 +186,7 @@ def _clipped_forward(
 
 @by_either_flag
 @pytest.mark.parametrize(
-    ("changes", "values"),
+    "changes, values",
     [
         ({}, {}),
         ({}, {"linear_qkv.weight": 0.0, "linear_qkv.bias": 3.0}),
@@ -195,7 +195,7 @@ def _clipped_forward(
         ({"mla": "column"}, {}),
         ({"mla": "column", "latent_biases": True}, {"up_proj.bias": 3.0}),
     ],
-    ids=["qkv", "biases-alone", "gate", "sinks", "mla", "mla-biases"],
+    ids="qkv biases-alone gate sinks mla mla-biases".split(),
 )
 def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit(
     changes: dict[str, Any], values: dict[str, float], flag: str

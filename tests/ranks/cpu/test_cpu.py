@@ -250,7 +250,7 @@ def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "causal"),
+    "given, causal",
     [("none", True), ("none", False), ("whole", False), ("cut", True), ("keys", False)],
 )
 def test_attention_over_parts_of_the_sequence(given: str, causal: bool) -> None:

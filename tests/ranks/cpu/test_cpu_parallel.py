@@ -57,7 +57,7 @@ OTHERS = [
 ALLTOALL = [(m, replace(t, dispatcher="alltoall")) for m, t in EXPERTS]
 
 
-@pytest.mark.parametrize(("m", "t"), [*EXPERTS, *ALLTOALL, *CONTEXT, *OTHERS], ids=said)
+@pytest.mark.parametrize("m, t", [*EXPERTS, *ALLTOALL, *CONTEXT, *OTHERS], ids=said)
 def test_losses_norms_and_gradients_are_those_of_one_process(
     m: Case, t: Topology
 ) -> None:

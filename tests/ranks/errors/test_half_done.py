@@ -234,7 +234,7 @@ def _into_adamw(case: Case, topology: Topology, folder: Path, loads: bool) -> li
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["", "loaded"])
-@pytest.mark.parametrize(("case", "topology"), [(DENSE, DP2), (EXPERTS, DP2_EP2)])
+@pytest.mark.parametrize("case, topology", [(DENSE, DP2), (EXPERTS, DP2_EP2)])
 def test_an_error_within_reading_muon_is_undone_or_refused(
     case: Case, topology: Topology, loads: bool, tmp_path: Path
 ) -> None:

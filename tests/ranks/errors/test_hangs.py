@@ -113,7 +113,7 @@ def _step_with_a_failing_rank(
 
 
 @pytest.mark.parametrize(
-    ("phase", "how", "topology"),
+    "phase, how, topology",
     [
         ("muon/gather", "raise", TP2_DP2),
         ("muon/gather", "stop", TP2_DP2),

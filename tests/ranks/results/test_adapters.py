@@ -36,19 +36,13 @@ from support.runs.topologies import (
 from support.runs.whole import Whole, differences
 
 RANK = 8
-BASE = (
-    "*.to_wrap.*",
-    "*norm.weight",
-    "*.router.*",
-    "*embeddings.weight",
-    "output_layer.*",
-    "*bias",
-    "*_qkv.weight",
-    "*_proj.weight",
-    "*_fc?.weight",
-    "*layer_norm_weight",
+BASE = tuple(
+    """
+    *.to_wrap.* *norm.weight *.router.* *embeddings.weight output_layer.* *bias
+    *_qkv.weight *_proj.weight *_fc?.weight *layer_norm_weight
+""".split()
 )
-DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+DENSE = "linear_qkv linear_proj linear_fc1 linear_fc2".split()
 EXPERTS = ("*.experts.*.linear_fc1", "*.experts.*.linear_fc2")
 CASE = Case(frozen=BASE).with_muon(muon_include=(ADAPTERS,))
 MOE = replace(CASE, moe=True)

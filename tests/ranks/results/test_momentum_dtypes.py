@@ -141,7 +141,7 @@ def test_a_run_resumes_with_the_same_bits(format: str, tmp_path: Path) -> None:
     check_resumed(INT8, DP2, format, tmp_path)
 
 
-@pytest.mark.parametrize(("at_save", "at_load"), [(PLAIN, INT8), (INT8, PLAIN)])
+@pytest.mark.parametrize("at_save, at_load", [(PLAIN, INT8), (INT8, PLAIN)])
 def test_a_checkpoint_of_one_dtype_loads_with_the_other(
     at_save: Case, at_load: Case, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ ROUTER = "decoder.layers.0.mlp.router.weight"
 
 
 @pytest.mark.parametrize(
-    ("case", "topology", "name", "bad"),
+    "case, topology, name, bad",
     [
         (BF16, DP2, FC1, math.nan),
         (FP32, DP2_OVERLAP, FC2, -math.inf),
@@ -202,7 +202,7 @@ def _overflowing(
 
 
 @pytest.mark.parametrize(
-    ("case", "topology", "name"),
+    "case, topology, name",
     [
         (BF16, DP2, FC1),
         (FP32, TP2_DP2, FC2),

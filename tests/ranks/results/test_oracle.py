@@ -56,7 +56,7 @@ def test_adamw_alone_equals_the_oracle(which: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "topologies"), [("fp32", TOPOLOGIES), ("moe", [EXPERTS])]
+    "which, topologies", [("fp32", TOPOLOGIES), ("moe", [EXPERTS])]
 )
 def test_global_norm_equals_the_oracles(which: str, topologies: list[Topology]) -> None:
     """Each partial sum of n squares is rounded by u at most, of random sign: u sqrt(n)

@@ -107,7 +107,7 @@ class _Growing(dict[Any, Any]):
 
 
 @pytest.mark.parametrize(
-    ("changes", "wrong"),
+    "changes, wrong",
     [
         ({"hyperball": False}, MATRICES),
         ({"radii": _Growing()}, MATRICES),
@@ -163,7 +163,7 @@ def _with_flipped_columns() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "topology", "wrong"),
+    "mutation, topology, wrong",
     [
         (_without_sums, TP2_PP2_DP2, {"linear_qkv", "linear_fc1", "linear_fc2"}),
         (_with_the_scale_of_a_strip, TP2_PP2_DP2, {"linear_fc1", "linear_fc2"}),

@@ -65,7 +65,7 @@ GROUP_ON_TWO = replace(PLAIN, heads=8, groups=2, optimizer="adam")
 
 @megatrons
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (PLAIN, ONE),
         (PLAIN, DP3),
@@ -167,7 +167,7 @@ def test_a_learned_sink_over_transformer_engine_is_refused() -> None:
 @megatrons
 @needs_te
 @pytest.mark.parametrize(
-    ("optimizer", "narrow"),
+    "optimizer, narrow",
     [("muon", narrow) for narrow in ((), WHOLE, SHARDS, HOSTED.narrow, HALVES.narrow)]
     + [("adam", ()), ("adam", HOSTED.narrow)],
 )

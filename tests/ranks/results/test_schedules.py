@@ -137,7 +137,7 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("case", "topology", "fast"), [(CASE, TP2_DP2, FAST), (MOE, DP2_EP2, FAST_EXPERT)]
+    "case, topology, fast", [(CASE, TP2_DP2, FAST), (MOE, DP2_EP2, FAST_EXPERT)]
 )
 def test_schedules_and_overrides_are_applied_once(
     case: Case, topology: Topology, fast: str
@@ -182,7 +182,7 @@ def _both(moe: bool, topology: Topology) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("moe", "topology"),
+    "moe, topology",
     [
         (False, TP2_DP2_OVERLAP),
         # layer 1, and so some groups, are on one stage only

@@ -56,7 +56,7 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (_shared(BASE, 2), DP2),
         (_shared(BASE, 2), PP2_DP2),
@@ -81,14 +81,14 @@ def test_results_are_those_of_one_process(case: Case, topology: Topology) -> Non
 
 
 @pytest.mark.parametrize(
-    ("iteration", "dtype", "coefficients"),
+    "iteration, dtype, coefficients",
     [
         *(("gram", dtype, "quintic") for dtype in get_args(NsDtype)),
         ("standard", "bf16", "quintic"),
     ],
 )
 @pytest.mark.parametrize(
-    ("strips", "topology"),
+    "strips, topology",
     [
         (4, TP2_DP2),
         (5, DP3),  # uneven rows, two ranks with two strips
@@ -112,7 +112,7 @@ def test_rows_of_squares_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("strips", "topology", "shapes"),
+    "strips, topology, shapes",
     [
         (2, TP2_DP2, [(96, 132)] * 2),  # column parts of TP ranks
         (4, TP2_DP2, [(24, 264)] * 4),  # as rows

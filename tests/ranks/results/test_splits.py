@@ -104,7 +104,7 @@ def test_blocks_move_as_separate_parameters_would(name: str) -> None:
     assert len(seen) >= case.layers
 
 
-@pytest.mark.parametrize(("name", "topology"), RUNS)
+@pytest.mark.parametrize("name, topology", RUNS)
 def test_any_topology_equals_one_process(name: str, topology: Topology) -> None:
     check(CASES[name], topology)
 
@@ -150,7 +150,7 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "message"),
+    "split, message",
     [
         (
             ("*.linear_fc1.*", "rows:4,9"),

@@ -21,7 +21,7 @@ FP32 = replace(BF16, bf16=False).with_muon(ns_dtype="fp32")
 
 
 @pytest.mark.parametrize(
-    ("m", "t"),
+    "m, t",
     [
         (BF16, spread()),
         (BF16, spread(tp=2, pp=2, dp=2, overlap=True)),
@@ -105,7 +105,7 @@ def reduce_alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("plain", "overlapped", "how"),
+    "plain, overlapped, how",
     [
         (spread(dp=2), spread(dp=2, overlap=True), reduce_alone),
         (spread(dp=2), spread(dp=2, overlap=True), nullcontext),

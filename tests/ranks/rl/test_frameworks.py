@@ -191,7 +191,7 @@ def _by_verl(
 @pytest.mark.parametrize(
     "options", [{}, {"use_dist_checkpointing": False, "bridge": _Bridge()}]
 )
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_verl_builds_steps_offloads_saves_and_loads(
     case: Case, topology: Topology, options: Any, tmp_path: Path
 ) -> None:
@@ -219,7 +219,7 @@ def _by_areal(case: Case, topology: Topology, folder: str) -> dict[str, Any]:
 
 
 @clone_of("areal")
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_areals_checkpoints_resume(
     case: Case, topology: Topology, tmp_path: Path
 ) -> None:
@@ -291,7 +291,7 @@ def _asleep_and_awake(case: Case, topology: Topology, name: str) -> dict[str, An
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=clone_of(name)) for name in ("slime", "miles")]
 )
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_its_actor_sleeps_without_process_groups_and_wakes(
     name: str, case: Case, topology: Topology
 ) -> None:

@@ -87,7 +87,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rule"), PAIRS)
+@pytest.mark.parametrize("name, rule", PAIRS)
 def test_it_is_that_of_one_process(name: str, rule: str) -> None:
     case, topology = CASES[name]
     _equals_one_process(case.with_muon(rule=rule), topology)
@@ -162,7 +162,7 @@ def test_a_momentum_in_fewer_bytes(rule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), PAIRS)
+@pytest.mark.parametrize("name, rule", PAIRS)
 def test_a_momentum_in_fewer_bytes_over_every_topology(name: str, rule: str) -> None:
     """Shards cut its blocks; Newton-Schulz gets it before, so the first step is that of
     fp32.
@@ -267,7 +267,7 @@ def _loads(*of_run: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("case", "format", "at_load"),
+    "case, format, at_load",
     [
         (COLUMNS, WHOLE_WEIGHTS, TP2),
         (MOE, WHOLE_WEIGHTS, PP2_DP2_EP2),
@@ -339,7 +339,7 @@ def _error(case: Case, topology: Topology) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "text"),
+    "case, text",
     [
         (
             replace(CASE, weight_decay=0.1),

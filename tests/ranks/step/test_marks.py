@@ -72,24 +72,20 @@ def test_a_profile_has_the_marks_of_both_optimizers_and_the_bytes_that_a_rank_se
 
 
 STEPPED = Case(steps=1)
-PHASES = ["momentum", "gather", "adamw", "newton_schulz", "scatter", "update"]
+PHASES = "momentum gather adamw newton_schulz scatter update".split()
 # What communicates is started in a phase and waited for in another of its name.
-STEP = [
-    "grads/norm/collective",
-    "muon/momentum",
-    "muon/gather",
-    "muon/gather/collective",
-    "muon/adamw",
-    "muon/gather",
-    "muon/gather/wait",
-    "muon/newton_schulz",
-    "muon/scatter",
-    "muon/scatter/collective",
-    "muon/scatter",
-    "muon/scatter/wait",
-    "muon/update",
-    "muon/update",  # and what it left
-]
+# The last update is of what the first left.
+STEP = """
+    grads/norm/collective
+    muon/momentum
+    muon/gather muon/gather/collective
+    muon/adamw
+    muon/gather muon/gather/wait
+    muon/newton_schulz
+    muon/scatter muon/scatter/collective
+    muon/scatter muon/scatter/wait
+    muon/update muon/update
+""".split()
 
 
 def _timed(log_level: int) -> dict[str, float]:

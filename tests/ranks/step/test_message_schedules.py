@@ -20,7 +20,7 @@ CASE = Case(steps=2).with_muon(round_bytes=20_000)  # several rounds
 
 @pytest.mark.parametrize("schedule", [late, early])
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (CASE, DP3),
         (CASE, replace(TP2_DP2, overlap=True)),

@@ -95,20 +95,11 @@ def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
 
         return counted
 
-    starts = (
-        "all_",
-        "reduce",
-        "broadcast",
-        "barrier",
-        "new_",
-        "batch_",
-        "gather",
-        "scatter",
-    )
+    starts = tuple("all_ reduce broadcast barrier new_ batch_ gather scatter".split())
     names = [
         n for n in dir(dist) if n.startswith(starts) and callable(getattr(dist, n))
     ]
-    names += ["send", "recv", "isend", "irecv"]
+    names += "send recv isend irecv".split()
     for name in names:
         originals[name] = getattr(dist, name)
         setattr(dist, name, count(name, originals[name]))
@@ -201,7 +192,7 @@ def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (CASE, DP3),
         (CASE, TP2_PP2_DP2),

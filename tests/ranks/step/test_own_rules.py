@@ -60,7 +60,7 @@ def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (_case("reading"), TP2_DP2_OVERLAP),
         (HEADS, TP2_DP2),
@@ -91,7 +91,7 @@ def test_qk_clip_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("bad_shape", "on 2 matrices 32 x 48: ValueError: it takes"),
         ("fails_if_wide", "on 2 matrices 32 x 96: ValueError: too"),

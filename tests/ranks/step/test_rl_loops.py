@@ -100,7 +100,7 @@ def _exported(
 
 
 @pytest.mark.parametrize("sync", [_by_force, _by_hooks, _by_waiting])
-@pytest.mark.parametrize(("case", "topology"), RUNS[:2])
+@pytest.mark.parametrize("case, topology", RUNS[:2])
 def test_weights_exported_right_after_a_step_are_that_steps(
     case: Case, topology: Topology, sync: Callable[[Built], None]
 ) -> None:
@@ -213,7 +213,7 @@ def _slept(
 
 
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_memory_may_be_given_back_right_after_a_step(
     case: Case, topology: Topology, waits: bool
 ) -> None:
@@ -221,7 +221,7 @@ def test_memory_may_be_given_back_right_after_a_step(
     assert differences(truth(case), whole(results)) == []
 
 
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_state_comes_back_from_megatrons_own_offload(
     case: Case, topology: Topology
 ) -> None:

@@ -217,7 +217,7 @@ def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "topology"),
+    "limit, topology",
     [
         (60_000, TP2_DP2),
         (90_000, TP2_DP2),

@@ -24,7 +24,7 @@ TOLERANCE = 2e-6
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [(CASE, TP2_DP2), (CASE, DP3_OVERLAP), (ROUNDS, TP2_DP2), (REPLICAS, TP2_DP2)],
 )
 def test_a_rule_with_sums_is_that_of_one_process(

@@ -171,7 +171,7 @@ def _trained(topology: Topology, first: First | None, recipe: bool) -> dict[str,
 
 @pytest.mark.parametrize("topology", [ONE, DP2, TP2])
 @pytest.mark.parametrize(
-    ("first", "recipe"), [("plugin", False), ("bridge", False), ("plugin", True)]
+    "first, recipe", [("plugin", False), ("bridge", False), ("plugin", True)]
 )
 def test_its_setup_of_the_optimizer_is_megatrons_with_the_plugin(
     first: First, recipe: bool, topology: Topology

@@ -121,7 +121,7 @@ def test_muons_part_is_that_of_state_on_the_device(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), PAIRS)
+@pytest.mark.parametrize("name, rule", PAIRS)
 def test_every_rule_over_every_topology(name: str, rule: str) -> None:
     """The narrow optimizer's state on the host, on the device, and the wide one's."""
     plain, topology = CASES[name]
@@ -135,7 +135,7 @@ def test_every_rule_over_every_topology(name: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (HOSTED, TP2_PP2_DP2_OVERLAP_SP),
         (replace(HOSTED, fp32_grads=False), DP3),
@@ -161,7 +161,7 @@ def test_a_run_resumes_from_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("at_save", "at_load"),
+    "at_save, at_load",
     [(HOSTED, HOSTED), (PLAIN, HOSTED), (HOSTED, PLAIN), (_without(HALVES), HALVES)],
 )
 def test_another_topology_or_place(
@@ -220,7 +220,7 @@ def test_a_logging_step_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change, said",
     [
         (
             {"narrow": HOSTED.with_narrow(exp_avg_dtype=torch.float16).narrow},

@@ -112,18 +112,10 @@ def _needs_the_option(request: pytest.FixtureRequest) -> None:
         {"muon": (("rule", "normuon"),)},
         {"muon": (("rule", "namo"),)},
     ],
-    ids=[
-        "remainders",
-        "masters",
-        "shards",
-        "fp32-weights",
-        "bf16-grads",
-        "experts",
-        "fp16",
-        "hyperball",
-        "normuon",
-        "namo",
-    ],
+    ids="""
+        remainders masters shards fp32-weights bf16-grads experts fp16 hyperball normuon
+        namo
+    """.split(),
 )
 def test_with_fp32_values_a_step_is_that_without_the_flag(change: Any) -> None:
     case = replace(EXACT, **change)
@@ -170,7 +162,7 @@ def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (BF16, TP2_PP2_DP2_OVERLAP_SP),
         (replace(BF16, fp32_grads=False, narrow=WHOLE), DP3),
@@ -192,7 +184,7 @@ def test_logging_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "off", "floor"),
+    "case, off, floor",
     [(BF16, 2.0**-8, 0.0), (FP16, 2.0**-11, 2.0**-39), (FP8, 2.0**-4, 2.0**-18)],
 )
 def test_momentum_is_rounded_to_nearest_and_newton_schulz_gets_it_unrounded(
@@ -237,7 +229,7 @@ def _bytes(case: Case) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("case", "muon", "adamw"),
+    "case, muon, adamw",
     [
         (PLAIN, 8.0, 12.0),
         (EXACT, 6.0, 10.0),
@@ -278,7 +270,7 @@ def test_in_fp8_muons_state_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_save", "at_load"),
+    "at_save, at_load",
     [
         (BF16, BF16),
         (PLAIN, EXACT),
@@ -395,7 +387,7 @@ def _refused(change: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change, said",
     [
         ({"narrow": _moments(torch.int64)}, "here: FusedAdam only supports fp32"),
         (

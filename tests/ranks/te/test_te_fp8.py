@@ -71,7 +71,7 @@ by_other_recipes = pytest.mark.parametrize("case", OTHERS)
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    "case, topology",
     [
         (FP8, TP2_PP2_DP2_OVERLAP_SP),
         (replace(FP8, gated=True), DP3),
@@ -186,7 +186,7 @@ def test_a_run_resumes_from_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("case", "at_save", "at_load"),
+    "case, at_save, at_load",
     [
         (FP8, TP2_DP2_SP, PP2_DP3_OVERLAP),
         pytest.param(FP8, DP3, Topology(2, 2, **SP), id="tp", marks=pytest.mark.slow),

@@ -74,7 +74,7 @@ def _cut(marks: tuple[Any, ...]) -> tuple[Any, Any]:
     return marks[1:3]
 
 
-@pytest.mark.parametrize(("case", "topology"), CASES)
+@pytest.mark.parametrize("case, topology", CASES)
 def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> None:
     for by_name in on_ranks(_marks, case, topology, False):
         for name, marks in by_name.items():
@@ -101,7 +101,7 @@ def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> N
     KNOWS_DUPLICATES or not MARKS_GROUPED or CUTS_DOWN,
     reason="the stand-in is of Transformer Engine up to 2.12 and cores 0.13 to 0.18",
 )
-@pytest.mark.parametrize(("case", "topology"), CASES[:3])
+@pytest.mark.parametrize("case, topology", CASES[:3])
 def test_the_standin_is_marked_as_the_real_ones(case: Case, topology: Topology) -> None:
     real = on_ranks(_marks, case, topology, False)
     standin = on_ranks(_marks, case, topology, True)
@@ -130,7 +130,7 @@ STOOD_FOR = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "options"), STOOD_FOR)
+@pytest.mark.parametrize("name, sizes, options", STOOD_FOR)
 def test_the_dry_run_stands_in_with_the_same_parameters(
     name: str, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
@@ -191,6 +191,6 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
+@pytest.mark.parametrize("case, topology", runs_of(RUNS))
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)

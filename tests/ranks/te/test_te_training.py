@@ -31,7 +31,7 @@ FAR = {False: 1e-4, True: 0.5}
 
 
 @pytest.mark.parametrize(
-    ("m", "t"),
+    "m, t",
     [
         (FP32, spread(tp=2, pp=2)),
         (BF16, spread(tp=2, dp=2, overlap=True)),

@@ -116,7 +116,7 @@ def alone() -> tuple[list[dict[str, float]], dict[str, float]]:
     return logged, logits
 
 
-@pytest.mark.parametrize(("model", "topology"), RUNS, ids=said)
+@pytest.mark.parametrize("model, topology", RUNS, ids=said)
 def test_outputs_and_logits_are_those_of_one_process(
     model: Case, topology: Topology, alone: Any
 ) -> None:
@@ -168,7 +168,7 @@ def _train_with_overflow(at: int, numbered: bool) -> dict[str, Any]:
 SKIPPED = [(5, True, [2, 4, 6], [2, 4, 6]), (4, False, [2, 4], [2, 5])]
 
 
-@pytest.mark.parametrize(("at", "numbered", "numbers", "times"), SKIPPED)
+@pytest.mark.parametrize("at, numbered, numbers, times", SKIPPED)
 def test_a_skipped_steps_outputs_are_forgotten(
     at: int, numbered: bool, numbers: list[int], times: list[int]
 ) -> None:

@@ -39,7 +39,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_logging_changes_no_bit(case: Case, topology: Topology) -> None:
     seen, steps = logged(case, topology)
     assert differences(truth(case), seen) == []

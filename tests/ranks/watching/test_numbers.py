@@ -52,7 +52,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "topology"), RUNS)
+@pytest.mark.parametrize("case, topology", RUNS)
 def test_numbers_of_matrices(case: Case, topology: Topology) -> None:
     seen, steps = logged(case, topology)
     assert differences(truth(case), seen) == [] and len(steps) == case.steps

@@ -12,17 +12,10 @@ from megatron_muon.version import __version__
 from support.gpu.settings import Settings
 
 # Packages whose versions the report names, if they are installed.
-_PACKAGES = (
-    "transformer-engine",
-    "apex",
-    "emerging-optimizers",
-    "dion",
-    "gram-newton-schulz",
-    "quack-kernels",
-    "triton",
-    "numpy",
-    "nvidia-nccl-cu12",
-)
+_PACKAGES = """
+    transformer-engine apex emerging-optimizers dion gram-newton-schulz quack-kernels
+    triton numpy nvidia-nccl-cu12
+""".split()
 
 
 def described(settings: Settings) -> dict[str, str]:

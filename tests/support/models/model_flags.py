@@ -42,7 +42,7 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
     words += ["--seq-length", SEQUENCE]
     words += ["--vocab-size", VOCAB, "--make-vocab-size-divisible-by", 1]
     words += ["--position-embedding-type", "rope"]
-    words += ["--transformer-impl", "local", "--use-distributed-optimizer", "--bf16"]
+    words += "--transformer-impl local --use-distributed-optimizer --bf16".split()
     words += [
         "--tensor-model-parallel-size",
         topology.tp,

@@ -100,7 +100,7 @@ def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    "text, says",
     [
         ("", "no loss is in it"),
         (LOG[: LOG.index("some")].replace("1.083210E+01", "1.2.3"), "no loss is in it"),

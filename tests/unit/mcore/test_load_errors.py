@@ -13,7 +13,7 @@ WHOLE = "chained_0.optimizer.state.muon_momentum.a.weight"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         (
             f"{STATE} from model not in state dict: ['b']",

@@ -136,7 +136,7 @@ def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "partition_dim", "at_tp_2"),
+    "shape, partition_dim, at_tp_2",
     [
         ((1, 4), 0, True),  # (2, 4) at TP 1
         ((4, 1), 1, True),
@@ -189,7 +189,7 @@ def test_an_embedding_module_is_adamws_whatever_its_name() -> None:
 
 @pytest.mark.parametrize(
     "class_name",
-    ["TELinear", "TopKRouter", "RowParallelLinear", "TELayerNormColumnParallelLinear"],
+    "TELinear TopKRouter RowParallelLinear TELayerNormColumnParallelLinear".split(),
 )
 def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
     """Transformer Engine's classes go by name, since they cannot be imported
@@ -297,7 +297,7 @@ def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
     assert _why(norm) == "1-D"
 
 
-@pytest.mark.parametrize(("local_rows", "tp_size"), [(28, 2), (11, 4)])
+@pytest.mark.parametrize("local_rows, tp_size", [(28, 2), (11, 4)])
 def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> None:
     weight = _weight(local_rows, 24, tensor_model_parallel=True, partition_dim=0)
     with pytest.raises(
@@ -307,7 +307,7 @@ def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("parallel_mode", "te_tp_size", "replicated"),
+    "parallel_mode, te_tp_size, replicated",
     [
         (None, 1, True),
         ("duplicated", 1, True),

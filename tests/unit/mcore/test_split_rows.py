@@ -66,7 +66,7 @@ def test_a_fused_down_projection_has_three_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "setting"),
+    "name, setting",
     [
         ("mlp.experts.local_experts.0.linear_fc1", "moe_mlp_glu_interleave_size"),
         ("mlp.shared_experts.linear_fc1", "moe_shared_expert_glu_interleave_size"),
@@ -101,7 +101,7 @@ def test_a_cross_attention_is_split_by_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["rows:", "rows:8", "rows:4,0", "heads:0", "groups:2", "cols:a,b"]
+    "kind", "rows: rows:8 rows:4,0 heads:0 groups:2 cols:a,b".split()
 )
 def test_a_split_of_ones_own_needs_sizes(kind: str) -> None:
     with pytest.raises(ValueError, match=r"must be one of whole, .*, rows:A,B,.*, got"):
@@ -109,7 +109,7 @@ def test_a_split_of_ones_own_needs_sizes(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "held"),
+    "kind, held",
     [
         # each is cut by itself
         ("rows:4,8", [("part 0", 0, 2, 2), ("part 1", 2, 6, 4)]),

@@ -32,7 +32,7 @@ def test_a_tracker_that_was_cut_off_is_refused_with_the_last_complete_one(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
+@pytest.mark.parametrize("kind", "pipe folder device loop".split())
 def test_what_is_no_regular_file_is_an_error_and_not_waited_for(
     kind: str, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ CPU = plan_device(CPU_DEVICE, MuonConfig())
 
 
 @pytest.mark.parametrize("products", [FLOAT64, PANELS], ids=["plain", "panels"])
-@pytest.mark.parametrize(("name", "steps"), PAIRS)
+@pytest.mark.parametrize("name, steps", PAIRS)
 def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) -> None:
     """Wherever it restarts. The square's rounding, 2⁻⁵³ of its norm 1, grows by at most
     a² a step until it is restarted; for the steepest segments here (four steps of
@@ -62,7 +62,7 @@ def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) 
         ).norm() <= 1e-7 * exact.norm()
 
 
-@pytest.mark.parametrize(("name", "steps"), PAIRS)
+@pytest.mark.parametrize("name, steps", PAIRS)
 def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
     """A linear term on the square's diagonal rounds once more: at most twice the error,
     or 64 units where that is nearly none, as of all ones. In float64 nothing differs.
@@ -99,7 +99,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "steps", "field"), FIELDS)
+@pytest.mark.parametrize("name, steps, field", FIELDS)
 def test_gram_holds_its_bound_on_the_worst_of_10_000_matrices(
     name: Any, steps: int, field: str
 ) -> None:
@@ -133,7 +133,7 @@ FP32 = [
 
 
 @pytest.mark.parametrize("shape", [(31, 129), (129, 31), (48, 48), (24, 384)])
-@pytest.mark.parametrize(("name", "steps"), FP32)
+@pytest.mark.parametrize("name, steps", FP32)
 def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
     name: Any, steps: int, shape: tuple[int, int]
 ) -> None:

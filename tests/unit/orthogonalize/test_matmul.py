@@ -42,7 +42,7 @@ def test_panels_are_the_whole_product(rows: int) -> None:
     assert torch.allclose(made, 0.3 * linear - 2 * left @ left.mT, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(("rows", "inner"), [(8, 8), (32, 160), (300, 70), (400, 400)])
+@pytest.mark.parametrize("rows, inner", [(8, 8), (32, 160), (300, 70), (400, 400)])
 def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
     """Also where the CPU makes it in bf16, with its linear term in the same pass. Sums
     in fp32 are 2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a
@@ -60,7 +60,7 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize(
-    ("device", "rows", "cols"),
+    "device, rows, cols",
     [
         ("cuda_triton", 512, 2048),
         ("cuda_triton", 2048, 512),
@@ -208,7 +208,7 @@ def fake_kernel(*operands: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("by", "device"), [("auto", "cuda_symmetric"), ("triton", "cuda_triton")]
+    "by, device", [("auto", "cuda_symmetric"), ("triton", "cuda_triton")]
 )
 def test_a_kernel_with_other_products_than_torch_is_refused_at_the_start(
     by: Any, device: Device, monkeypatch: pytest.MonkeyPatch

@@ -153,7 +153,7 @@ def test_a_gpus_way_is_a_cpus(
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("simple", 5), ("quintic", 5), ("polar_express", 8)]
+    "name, steps", [("simple", 5), ("quintic", 5), ("polar_express", 8)]
 )
 @pytest.mark.parametrize("shape", [(520, 130), (7, 1), (500, 130)])
 def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(

@@ -47,7 +47,7 @@ def in_one_round(
 
 
 @pytest.mark.usefixtures("speeds")
-@pytest.mark.parametrize(("holder", "byte"), [(0, 0), (1, 10), (8, 70)])
+@pytest.mark.parametrize("holder, byte", [(0, 0), (1, 10), (8, 70)])
 def test_slices_travel_there_and_back(holder: int, byte: int) -> None:
     """From the home itself, from a neighbour of its node, and from another node."""
     work = Work(flops=8000, numel=70, held={holder: 70})
@@ -93,7 +93,7 @@ def test_rounds_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("later", "flops"),
+    "later, flops",
     [
         # 200 of each rank: none stays where the matrix is
         (3200, 1600 + 2 * 200 + 200),

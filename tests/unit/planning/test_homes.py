@@ -77,7 +77,7 @@ _OF_64 = Fraction(113, 100)
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "dtype", "most"),
+    "dp_size, dtype, most",
     [
         (8, None, HOME_SLACK),
         (64, None, _OF_64),
@@ -101,7 +101,7 @@ def test_local_homes_send_less_and_balanced_ones_even_out_the_work() -> None:
     assert _over_ideal(balanced) <= HOME_SLACK < _over_ideal(local)
 
 
-@pytest.mark.parametrize(("neighbours", "home"), [(2, 5), (4, 7)])
+@pytest.mark.parametrize("neighbours, home", [(2, 5), (4, 7)])
 def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(
     neighbours: int, home: int
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_plan_describes_the_device_where_it_depends_on_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "neighbours"),
+    "nodes, neighbours",
     [
         ([0] * 16, 8),  # NVLink over many machines
         ([0] * 8 + [1] * 8, 8),

@@ -223,7 +223,7 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "homes", "most_bytes", "most_load"),
+    "dp_size, homes, most_bytes, most_load",
     [
         (8, "balanced", 0.01, 1.10),
         (64, "balanced", 0.01, 1.13),  # test_homes says why 1.13
@@ -275,7 +275,7 @@ GROUPS = [_groups(4, 1, 1), _groups(2, 2, 1, 1), _groups(8, 2, 2), _groups(1, 1)
 
 
 @pytest.mark.parametrize(
-    ("sections", "tp_size"),
+    "sections, tp_size",
     [
         *itertools.product(GROUPS, (1, 2, 3, 4, 6, 8, 12, 24)),
         *itertools.product(

@@ -91,7 +91,7 @@ class _Rank:
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 60_000, 1])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 4), (3, 3)])
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 4), (3, 3)])
 def test_every_element_gets_to_its_place_and_its_direction_back(
     tp: int, dp: int, limit: int
 ) -> None:

@@ -79,7 +79,7 @@ def test_every_rank_has_each_event_of_a_round_once_in_order(
     counts: list[int],
 ) -> None:
     events = list(step_events(counts))
-    actions = ["start", "assemble", "orthogonalize", "scatter", "update"]
+    actions = "start assemble orthogonalize scatter update".split()
     for travels in (True, False):
         own = [event for event in events if event.is_for(travels)]
         for optimizer, count in enumerate(counts):

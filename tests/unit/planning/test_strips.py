@@ -126,7 +126,7 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "dim", "tp", "strips"),
+    "rows, cols, dim, tp, strips",
     [
         (40, 16, None, 1, [(10, 16)] * 4),
         (42, 16, None, 1, [(10, 16), (11, 16), (10, 16), (11, 16)]),
@@ -211,7 +211,7 @@ def test_experts_stay_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "device", "counts"),
+    "rows, cols, device, counts",
     [
         (8192, 4096, "cuda", [2, 4, 8, 16]),  # long
         (4096, 28672, "cuda_symmetric", [2, 4, 8, 16]),

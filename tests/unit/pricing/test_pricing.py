@@ -29,14 +29,7 @@ from support.sections import whole_parameter
 from support.virtual_gpu.plans import small_plan
 
 CONFIG = MuonConfig(preset="fast")
-NONE = (
-    "kernel_us",
-    "launch_us",
-    "phase_us",
-    "message_us",
-    "peer_us",
-    "peer_host_us",
-)
+NONE = "kernel_us launch_us phase_us message_us peer_us peer_host_us".split()
 # 1e9 bytes/s of memory and of each link; products take no longer than their bytes;
 # nothing else.
 PLAIN = H100.with_values(
@@ -70,7 +63,7 @@ FOREACH = dataclasses.replace(CONFIG, elementwise="foreach")
 
 
 @pytest.mark.parametrize(
-    ("config", "momentum", "update", "launches"),
+    "config, momentum, update, launches",
     [(CONFIG, 14, 10, 3 + 2 + 12), (FOREACH, 46 + 4, 34, 10 + 4 + 12)],
     ids=["fused", "foreach"],
 )
@@ -144,14 +137,8 @@ def test_ranks_that_share_nothing_wait_for_nobody() -> None:
     assert priced(plan, cheap) == step
 
 
-FASTER = (
-    "dense_tflops",
-    "memory_gbytes",
-    "node_gbytes",
-    "pair_gbytes",
-    "network_gbytes",
-)
-SLOWER = (*NONE, "symmetric_ratio")
+FASTER = "dense_tflops memory_gbytes node_gbytes pair_gbytes network_gbytes".split()
+SLOWER = [*NONE, "symmetric_ratio"]
 
 
 @given(
@@ -305,7 +292,7 @@ def test_hardware_is_read_from_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    "text, error, said",
     [
         ('{"values": {"speed": 1.0}}', ValueError, "'speed' is no constant"),
         (

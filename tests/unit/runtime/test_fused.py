@@ -39,7 +39,7 @@ CPU_DEVICE = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("device", "setting", "triton", "fused_kernels"),
+    "device, setting, triton, fused_kernels",
     [
         (CUDA, "auto", True, True),
         (CUDA, "auto", False, False),
@@ -112,7 +112,7 @@ def test_a_fused_multiply_add_would_fail_the_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    "broken, said",
     [
         (lambda n: torch.zeros(n, dtype=torch.float64), "torch.float64"),
         (lambda n: torch.zeros(2 * n)[::2], r"strides \(2,\)"),

@@ -54,7 +54,7 @@ def test_a_marked_run_stays_and_others_do_not_notice(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize(
-    ("rows", "cols", "blocks"), [(6, 10, 1), (10, 6, 1), (8, 8, 1), (6, 8, 2)]
+    "rows, cols, blocks", [(6, 10, 1), (10, 6, 1), (8, 8, 1), (6, 8, 2)]
 )
 def test_a_home_knows_of_any_entry_that_is_not_finite(
     rows: int, cols: int, blocks: int, iteration: Any, dtype: Any, bad: float

@@ -83,7 +83,7 @@ def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    "name, call",
     [
         ("item", lambda x: x[0].item()),
         ("tolist", lambda x: x.tolist()),
@@ -122,7 +122,7 @@ def test_a_host_synchronisation_has_its_name(
 
 
 @pytest.mark.parametrize(
-    ("count", "call"),
+    "count, call",
     [
         (
             0,
@@ -193,7 +193,7 @@ def batch(*operations: tuple[str, int, int]) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    "other, said",
     [
         (batch(("recv", 0, 6)), "0 sends 1 20 B"),
         (lambda gpu, group: None, "1 takes nothing"),

@@ -173,7 +173,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
+@pytest.mark.parametrize("case, topology", runs_of(RUNS))
 def test_any_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
 
@@ -294,7 +294,7 @@ def test_mutant_with_a_wrong_piece_is_noticed(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "noticed"),
+    "case, noticed",
     [(BF16, {"linear_proj"}), (FP32, {"linear_proj", "linear_fc1", "linear_fc2"})],
 )
 def test_mutant_with_swapped_tp_order_is_noticed(case: Case, noticed: set[str]) -> None:

@@ -87,7 +87,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("case", "topology"), runs_of(RUNS))
+@pytest.mark.parametrize("case, topology", runs_of(RUNS))
 def test_any_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
 
@@ -111,7 +111,7 @@ def test_experts_that_leave_their_rank_for_a_dense_matrix(
 
 
 @pytest.mark.parametrize(
-    ("topology", "owners"),
+    "topology, owners",
     [
         (DP2_EP2, {(0,), (1,)}),
         (TP2_EP2_ETP1, {(0,), (1,)}),

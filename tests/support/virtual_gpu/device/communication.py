@@ -20,24 +20,12 @@ from torch.distributed import distributed_c10d
 from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from support.virtual_gpu.trace import RecordedMessage
 
-_REFUSED = (
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "scatter",
-    "reduce",
-    "reduce_scatter",
-    "gather_object",
-    "broadcast_object_list",
-    "scatter_object_list",
-    "all_gather_coalesced",
-    "monitored_barrier",
-    "all_reduce_coalesced",
-    "send_object_list",
-    "recv_object_list",
-    "batch_send_recv",
-)
+_REFUSED = """
+    all_to_all all_to_all_single broadcast gather scatter reduce reduce_scatter
+    gather_object broadcast_object_list scatter_object_list all_gather_coalesced
+    monitored_barrier all_reduce_coalesced send_object_list recv_object_list
+    batch_send_recv
+""".split()
 
 
 class VirtualNccl(Launcher):
@@ -188,24 +176,11 @@ class VirtualNccl(Launcher):
                 setattr(module, name, original)
 
 
-_FUNCTIONS = (
-    "_coalescing_manager",
-    "all_reduce",
-    "all_gather_into_tensor",
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_gather",
-    "reduce_scatter_tensor",
-    "barrier",
-    "all_gather_object",
-    "isend",
-    "irecv",
-    "send",
-    "recv",
-    "batch_isend_irecv",
-    "all_gather_single",
-    "reduce_scatter_single",
-)
+_FUNCTIONS = """
+    _coalescing_manager all_reduce all_gather_into_tensor _all_gather_base
+    _reduce_scatter_base all_gather reduce_scatter_tensor barrier all_gather_object
+    isend irecv send recv batch_isend_irecv all_gather_single reduce_scatter_single
+""".split()
 # older and newer names of the same
 for _name in ("_all_gather_base", "all_gather_single"):
     setattr(VirtualNccl, _name, VirtualNccl.all_gather_into_tensor)

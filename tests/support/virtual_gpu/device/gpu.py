@@ -25,7 +25,7 @@ from support.virtual_gpu.device.tensors import META, DeviceBlock, VirtualTensor,
 from support.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
 _ROUNDING = 512  # bytes: what the caching allocator rounds a block up to
-_REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_unique2"}
+_REFUSED = "resize_ set_ nonzero masked_select unique_dim _unique2".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,9 @@ class _Kind:
     fresh: bool  # it writes nothing and makes no view: results follow from shapes
 
 
-_OVERWRITING = {
-    "copy_",
-    "_foreach_copy_",
-    "fill_",
-    "zero_",
-    "_foreach_zero_",
-    "uniform_",
-}
-_OVERWRITING |= {"normal_", "random_", "bernoulli_"}
+_OVERWRITING = """
+    copy_ _foreach_copy_ fill_ zero_ _foreach_zero_ uniform_ normal_ random_ bernoulli_
+""".split()
 
 
 def _kind(func: Any) -> _Kind:
