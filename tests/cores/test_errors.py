@@ -18,6 +18,7 @@ from support.installed import VERSION as MINOR
 from support.installed import installed
 from support.models.gpt import Case, Topology, build, error_of_optimizer, start
 from support.ranks import error_of, run
+from support.runs.topologies import DP2, DP3, DP4_INSTANCES2, ONE, PP2, TP2_PP2_DP2
 
 CASE = Case(layers=2, steps=1)
 
@@ -189,7 +190,7 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
         pytest.skip("there it is no name of Megatron's")
     if "override" in changes and MINOR < (0, 16):
         pytest.skip("config_overrides came with core 0.16")
-    for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):
+    for text in run(_error_of_building, 2, CASE, DP2, changes):
         assert message in text, text
 
 
@@ -208,7 +209,7 @@ class _Fsdp2(torch.nn.Module):
 def _error_with_another_wrapper() -> str:
     from megatron.core import optimizer as mcore_optimizer
 
-    chunk = _Fsdp2(build(CASE, Topology()).ddp)
+    chunk = _Fsdp2(build(CASE, ONE).ddp)
     config = mcore_optimizer.OptimizerConfig(
         optimizer="muon", lr=0.1, use_distributed_optimizer=True
     )
@@ -250,9 +251,7 @@ def _disagree(topology: Topology, kind: str) -> str:
 @pytest.mark.parametrize(
     "kind, named", [("routing", "linear_fc2.weight"), ("shape", "decoder.layers")]
 )
-@pytest.mark.parametrize(
-    "topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str
-)
+@pytest.mark.parametrize("topology", [DP3, TP2_PP2_DP2], ids=str)
 def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
     topology: Topology, kind: str, named: str
 ) -> None:
@@ -277,12 +276,12 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
     [
         (
             "instances",
-            Topology(dp=4, instances=2),
+            DP4_INSTANCES2,
             "setting momentum: rank 2 has 0.9",
         ),
-        ("instances", Topology(pp=2), "setting momentum"),  # of two stages
-        ("device", Topology(dp=2), "kind of device: rank 1 has"),
-        ("device of squares", Topology(dp=2), "kind of device: rank 1 has"),
+        ("instances", PP2, "setting momentum"),  # of two stages
+        ("device", DP2, "kind of device: rank 1 has"),
+        ("device of squares", DP2, "kind of device: rank 1 has"),
     ],
     ids=str,
 )
@@ -308,7 +307,7 @@ def _error_without_an_attribute() -> str:
             del dist_opt.shard_fp32_groups
 
     with mock.patch.object(DistributedOptimizer, "__init__", made_by_a_fork):
-        return error_of(lambda: start(CASE, Topology(1, 1, 2)))
+        return error_of(lambda: start(CASE, DP2))
 
 
 def test_a_missing_attribute_is_an_error_that_names_it_and_ends_all_ranks() -> None:
@@ -324,7 +323,7 @@ def _error_without_a_group(moe: bool, missing: str) -> str:
     from megatron_muon.settings.config import MuonConfig
 
     case = replace(CASE, optimizer="adam", moe=moe)
-    built = start(case, Topology())
+    built = start(case, ONE)
     groups = ("tp", "tp_dp_cp", "expt_tp", "ep")
     known = SimpleNamespace(**{name: object() for name in groups if name != missing})
     with pytest.raises(ValueError) as caught:

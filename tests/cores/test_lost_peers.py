@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from support.models.gpt import Built, Case, Topology, start, take_step, write_grads
 from support.ranks import RankError, run
+from support.runs.topologies import DP3, DP3_OVERLAP, ONE
 
 CASE = Case(layers=2, steps=2)
 FP16 = replace(CASE, bf16=False, fp16=True)
@@ -62,11 +63,11 @@ def _after_a_kill(
 @pytest.mark.parametrize(
     "wait, case, topology, named",
     [
-        (_reduce, CASE, Topology(dp=3), "grads/reduce"),
-        (_reduce, CASE, Topology(dp=3, overlap=True), "grads/reduce"),
-        (_start_to_reduce, CASE, Topology(dp=3), "grads/reduce"),
-        (_vote, FP16, Topology(dp=3), "grads/found_inf"),
-        (_vote, CASE, Topology(dp=3), "grads/norm"),
+        (_reduce, CASE, DP3, "grads/reduce"),
+        (_reduce, CASE, DP3_OVERLAP, "grads/reduce"),
+        (_start_to_reduce, CASE, DP3, "grads/reduce"),
+        (_vote, FP16, DP3, "grads/found_inf"),
+        (_vote, CASE, DP3, "grads/norm"),
     ],
     ids=[
         "reduction",
@@ -142,7 +143,7 @@ def test_each_wait_for_parameters_and_gradients_names_itself() -> None:
 
 
 def _error_of_nan() -> str:
-    built = start(CASE, Topology())
+    built = start(CASE, ONE)
     built.ddp.ddp_config.check_for_nan_in_grad = True
     built.ddp.zero_grad_buffer()
     next(iter(built.params.values())).main_grad.fill_(float("nan"))
@@ -160,8 +161,7 @@ def _classes() -> dict[str, set[str]]:
 
     megatron_muon.install()
     built = {
-        name: start(replace(CASE, optimizer=name), Topology())
-        for name in ("adam", "muon")
+        name: start(replace(CASE, optimizer=name), ONE) for name in ("adam", "muon")
     }
     return {
         name: {type(group).__name__ for group in one.groups}

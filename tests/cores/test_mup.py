@@ -27,6 +27,7 @@ from support.models.gpt import (
     train,
 )
 from support.ranks import error_of, run
+from support.runs.topologies import DP2, DP2_EP2, ONE, TP2, TP2_DP2
 from support.runs.whole import differences, whole
 
 pytestmark = pytest.mark.skipif(
@@ -96,9 +97,9 @@ def _by_mup(
 @pytest.mark.parametrize(
     "case, topology, width",
     [
-        (CASE, Topology(), 2.0),
-        (CASE, Topology(tp=2, dp=2), 4.0),
-        (MOE, Topology(dp=2, ep=2), 8.0),
+        (CASE, ONE, 2.0),
+        (CASE, TP2_DP2, 4.0),
+        (MOE, DP2_EP2, 8.0),
     ],
     ids=["one", "tp and dp", "experts"],
 )
@@ -120,7 +121,7 @@ def test_rates_are_megatrons_and_each_factor_is_applied_once(
 def test_rates_that_were_made_for_adam_leave_muons_matrices() -> None:
     """They differ in AdamW's epsilon, which is not in these groups' rates."""
     of_adam, of_muon = (
-        run(_by_mup, 1, CASE, Topology(), 4.0, of)[0]["here"] for of in ("adam", "muon")
+        run(_by_mup, 1, CASE, ONE, 4.0, of)[0]["here"] for of in ("adam", "muon")
     )
     assert of_adam == of_muon
 
@@ -128,14 +129,14 @@ def test_rates_that_were_made_for_adam_leave_muons_matrices() -> None:
 def test_a_matrix_that_is_adamws_here_has_its_factor() -> None:
     """Megatron's own Muon would update it, so that its muP leaves it out."""
     case = CASE.with_muon(muon_exclude=(FC2,))
-    by_mup = run(_by_mup, 2, case, Topology(dp=2), 4.0)
+    by_mup = run(_by_mup, 2, case, DP2, 4.0)
     by_hand = replace(case.with_muon(lr_mults=((FC2, 0.25),)), steps=2)
-    expected = run(train, 2, by_hand, Topology(dp=2))
+    expected = run(train, 2, by_hand, DP2)
     assert differences(whole(expected), whole(by_mup)) == []
 
 
 def _refused(settings: dict[str, Any]) -> str:
-    built = _build(CASE, Topology(tp=2))
+    built = _build(CASE, TP2)
     with installed(MuonConfig(**settings)):
         return error_of(lambda: _optimizer(built, 2.0))
 

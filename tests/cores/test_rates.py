@@ -20,8 +20,9 @@ from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from megatron_muon.megatron_lm.rates import of_this_run
 from support.installed import VERSION, installed
-from support.models.gpt import Case, Topology, build, optimizer_config
+from support.models.gpt import Case, build, optimizer_config
 from support.ranks import run
+from support.runs.topologies import ONE
 
 Group = dict[str, Any]
 Option = Literal["none", "override", "use-checkpoint"]
@@ -53,7 +54,7 @@ class Flags:
         """Megatron's optimizer over a model of its own."""
         from megatron.core import optimizer as core
 
-        built = build(Case(layers=1, optimizer=name), Topology())
+        built = build(Case(layers=1, optimizer=name), ONE)
         config = optimizer_config(built)
         config.lr, config.min_lr = self.lr, self.min_lr
         if self.decoupled is not None:

@@ -19,6 +19,7 @@ from support.models.gpt import (
     take_step,
 )
 from support.ranks import run
+from support.runs.topologies import DP2, DP2_EP2, TP2, TP2_DP2
 from support.runs.whole import differences, whole
 
 pytestmark = pytest.mark.skipif(
@@ -33,11 +34,11 @@ ONE_HAS_NONE = replace(
     frozen=("*norm*", "*attention*", "*linear_fc2*", "output_layer*", "*bias"),
 )
 CASES = {
-    "tp and dp": (CASE, Topology(tp=2, dp=2)),
-    "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2)),
-    "one has none": (ONE_HAS_NONE, Topology(dp=2)),
+    "tp and dp": (CASE, TP2_DP2),
+    "experts": (replace(CASE, moe=True), DP2_EP2),
+    "one has none": (ONE_HAS_NONE, DP2),
     "instances": (CASE, Topology(dp=4, instances=2, overlap=True)),
-    "fp16": (replace(CASE, bf16=False, fp16=True), Topology(tp=2)),
+    "fp16": (replace(CASE, bf16=False, fp16=True), TP2),
 }
 
 

@@ -22,9 +22,10 @@ from support.models.gpt import (
     train,
 )
 from support.ranks import error_of, run
+from support.runs.topologies import ONE
 from support.runs.whole import differences, whole
 
-ALONE, NAMES = Topology(), ("muon", "adam")
+ALONE, NAMES = ONE, ("muon", "adam")
 ADAM = Case(optimizer="adam", layers=2, steps=4, lr=1e-3, clip=1.0)
 
 
@@ -33,9 +34,7 @@ def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any
         return train(case, topology)
 
 
-@pytest.mark.parametrize(
-    "topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str
-)
+@pytest.mark.parametrize("topology", [ONE, Topology(2, 2, 2, overlap=True)], ids=str)
 def test_adam_is_bitwise_as_without_the_plugin(topology: Topology) -> None:
     without = whole(run(train, topology.world_size, ADAM, topology))
     with_plugin = whole(
@@ -71,7 +70,7 @@ def _taken_before(how: str) -> str:
     script = ModuleType("script")
     script.get_megatron_optimizer = get_megatron_optimizer  # type: ignore[attr-defined]
     sys.modules["script"] = script
-    built = build(replace(ADAM, optimizer="muon"), Topology())
+    built = build(replace(ADAM, optimizer="muon"), ONE)
     config = OptimizerConfig(
         optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True
     )
@@ -105,7 +104,7 @@ def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer import muon as module
 
-    built = build(replace(ADAM, optimizer="muon"), Topology())
+    built = build(replace(ADAM, optimizer="muon"), ONE)
     config = OptimizerConfig(
         optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True
     )
@@ -141,7 +140,7 @@ def _decayed(all_params: bool, optimizer: str) -> dict[str, float]:
 
     settings = (("weight_decay_all_params", all_params),)
     case = replace(ADAM, optimizer=optimizer, steps=1, muon=settings)
-    built = start(case, Topology(), plugin=True)
+    built = start(case, ONE, plugin=True)
     shards = {n: s[2]["main"].copy() for n, s in held(built)["shards"].items()}
     for inner in built.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:

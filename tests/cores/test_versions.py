@@ -29,6 +29,7 @@ from support.models.gpt import (
 from support.models.open_buckets import buckets_open
 from support.models.other_order import in_other_order
 from support.ranks import run
+from support.runs.topologies import DP3_OVERLAP, PP2_DP2
 from support.runs.whole import differences, whole
 
 BF16 = Case(steps=4, clip=0.0)
@@ -86,10 +87,8 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 @pytest.mark.parametrize(
     "case, topology",
     [
-        pytest.param(
-            replace(BF16, steps=4), Topology(dp=3, overlap=True), id="dp3-overlap"
-        ),
-        pytest.param(FROZEN_STAGE, Topology(pp=2, dp=2), id="pp2-dp2-frozen"),
+        pytest.param(replace(BF16, steps=4), DP3_OVERLAP, id="dp3-overlap"),
+        pytest.param(FROZEN_STAGE, PP2_DP2, id="pp2-dp2-frozen"),
     ],
 )
 def test_a_run_resumes(

@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 from corpus import Corpus, read_corpus
@@ -106,7 +107,7 @@ def _draw(chunk: Any, seed: int) -> None:
             param.copy_(whole)
 
 
-def _windows(text: Any, seq: int, seed: int, number: int, count: int) -> torch.Tensor:
+def _windows(text: Any, seq: int, seed: int, number: int, count: int) -> Tensor:
     numbers = torch.Generator().manual_seed(100_003 * seed + number)
     starts = torch.randint(0, len(text) - seq - 1, (count,), generator=numbers)
     rows = [
@@ -116,9 +117,9 @@ def _windows(text: Any, seq: int, seed: int, number: int, count: int) -> torch.T
     return torch.stack(rows).long().to(torch.cuda.current_device())
 
 
-def _loss(chunk: Any, rows: torch.Tensor) -> torch.Tensor:
+def _loss(chunk: Any, rows: Tensor) -> Tensor:
     positions = torch.arange(rows.shape[1] - 1, device=rows.device).repeat(len(rows), 1)
-    losses: torch.Tensor = chunk(rows[:, :-1], positions, None, labels=rows[:, 1:])
+    losses: Tensor = chunk(rows[:, :-1], positions, None, labels=rows[:, 1:])
     return losses.float().mean()
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_muon.lab.pricing.hardware import TERA, Hardware
 from megatron_muon.lab.pricing.presets import H100
@@ -104,8 +105,8 @@ def _steps(case: Case) -> list[float]:
     second = _second_per_flop(case, plan)
 
     def orthogonalize_staged(
-        staged: torch.Tensor,
-        moves: torch.Tensor,
+        staged: Tensor,
+        moves: Tensor,
         numerics: Numerics,
         *,
         soundness: Soundness,

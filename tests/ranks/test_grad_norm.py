@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.mcore.wiring.gradients import LateNorm, norm_grads
 from support.models.gpt import (
@@ -35,7 +36,7 @@ NORM = "decoder.final_layernorm.weight"
 CPU = torch.device("cpu")
 
 
-def _shard(*elements: float, grad: bool = True) -> torch.Tensor:
+def _shard(*elements: float, grad: bool = True) -> Tensor:
     shard = torch.zeros(len(elements))
     shard.grad = torch.tensor(elements) if grad else None
     return shard
@@ -46,7 +47,7 @@ def _shard(*elements: float, grad: bool = True) -> torch.Tensor:
     [_shard(2.0, math.nan), _shard(2.0, -math.inf), _shard(0.0, grad=False)],
     ids=["nan", "inf", "missing"],
 )
-def test_a_bad_gradient_outside_the_norm_makes_it_nan(left_out: torch.Tensor) -> None:
+def test_a_bad_gradient_outside_the_norm_makes_it_nan(left_out: Tensor) -> None:
     here = _shard(1.0)
     assert here.grad is not None
     for counted, shards in (([here.grad], [here, left_out]), ([], [left_out])):

@@ -14,9 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
-
-Tensor = torch.Tensor
 
 
 def install() -> None:

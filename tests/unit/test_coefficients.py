@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.numerics import Numerics
@@ -89,7 +90,7 @@ def test_the_numbers_are_the_published_ones(name: str, steps: int) -> None:
 
 
 @cache
-def _through(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _through(name: str) -> tuple[Tensor, Tensor]:
     """Singular values from 1e-6 to 1, and what the set's own steps make of them, in
     float64.
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.lab.bench import peers
 from megatron_muon.lab.bench.step.measure import Measured
@@ -112,7 +113,7 @@ def test_the_bench_prints_times_and_flops(
 ) -> None:
     """A package whose iteration raises loses its row only."""
 
-    def lacks(*_: Any) -> torch.Tensor:
+    def lacks(*_: Any) -> Tensor:
         raise ValueError("Invalid coefficient type: simple\nmore")
 
     monkeypatch.setitem(peers._PEERS, "emerging_optimizers", lambda *_: lacks)

@@ -32,6 +32,17 @@ from support.models.gpt import (
 from support.models.model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
 from support.processes import report_of, without_launcher
 from support.ranks import run
+from support.runs.topologies import (
+    DP3_OVERLAP,
+    DP4_INSTANCES2,
+    ONE,
+    TP2_CP2,
+    TP2_DP2_EP2_ETP1,
+    TP2_DP2_OVERLAP,
+    TP2_PP2,
+    TP2_PP2_DP2,
+    TP4,
+)
 
 
 def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
@@ -85,18 +96,18 @@ MOE = Case(moe=True, gated=True)
 OWN = (("*.linear_fc1.*", "rows:120,400"), ("*.linear_proj.*", "heads:6"))
 BY_PATTERN = ("*.0.*:ns_steps=9", "*.linear_qkv.weight[k]:ns_coefficients=quintic")
 CASES = [
-    (Case(), Topology(2, 2, 2)),
-    (Case(layers=4), Topology(1, 1, 3, overlap=True)),
+    (Case(), TP2_PP2_DP2),
+    (Case(layers=4), DP3_OVERLAP),
     (
         Case(gated=True).with_muon(splits=OWN, by_pattern=BY_PATTERN),
-        Topology(2, 1, 2, overlap=True),
+        TP2_DP2_OVERLAP,
     ),
-    (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
+    (MOE, TP2_DP2_EP2_ETP1),
     (Case(layers=4), Topology(1, 2, 1, chunks=2)),
-    (Case(), Topology(1, 1, 4, instances=2)),
-    (Case(mla="column", tied=True), Topology(2, 2, 1)),
-    (Case(), Topology(2, 1, 1, cp=2)),
-    (Case(heads=8, groups=2, ffn=4), Topology(4, 1, 1)),
+    (Case(), DP4_INSTANCES2),
+    (Case(mla="column", tied=True), TP2_PP2),
+    (Case(), TP2_CP2),
+    (Case(heads=8, groups=2, ffn=4), TP4),
 ]
 
 
@@ -187,7 +198,7 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(
 
 def test_hyperball_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
     """Its radii are known once a run has taken a step."""
-    flags = [*flags_of(Case(), Topology()), "--muon-rule", "hyperball"]
+    flags = [*flags_of(Case(), ONE), "--muon-rule", "hyperball"]
     (stage,) = report_of("routes", *flags)["stages"]
     matrices = [one for row in stage["parameters"] for one in row["matrices"]]
     assert {one["scale"] for one in matrices} == {None}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 from support.expected.oracle import is_muon, qkv_rows
@@ -267,7 +268,7 @@ def test_a_switch_from_adamw_elsewhere_is_that_on_one_process(
     )
 
 
-def fused_rows(name: str, w: torch.Tensor, flags: str) -> list[list[int]]:
+def fused_rows(name: str, w: Tensor, flags: str) -> list[list[int]]:
     """The rows of each matrix of a weight, from what its module's forward does with its
     output.
     """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.installed import VERSION, installed, lacks
 from support.models.clipped import attentions
@@ -23,12 +24,12 @@ WATCHED = Case(bf16=False).with_muon(qk_clip=FAR)
 BATCHES, SEQUENCES = 2, 4
 
 
-def _tokens(batch: int) -> torch.Tensor:
+def _tokens(batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(batch)
     return torch.randint(0, VOCAB, (SEQUENCES, SEQUENCE + 1), generator=generator)
 
 
-def _forward(built: Built, batch: int) -> torch.Tensor:
+def _forward(built: Built, batch: int) -> Tensor:
     """The losses of this rank's part of a batch: of its sequences, and of their
     tokens.
     """
@@ -40,9 +41,7 @@ def _forward(built: Built, batch: int) -> torch.Tensor:
     tokens = _tokens(batch).chunk(topology.dp)[ps.get_data_parallel_rank()]
     here = positions(SEQUENCE, topology.cp, ps.get_context_parallel_rank())
     given, labels = tokens[:, :-1][:, here], tokens[:, 1:][:, here]
-    losses: torch.Tensor = built.ddp(
-        given, here.expand(len(tokens), -1), None, labels=labels
-    )
+    losses: Tensor = built.ddp(given, here.expand(len(tokens), -1), None, labels=labels)
     return losses
 
 
@@ -67,9 +66,9 @@ def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
     given.
     """
     built = _watched(case, ONE)
-    seen: list[list[torch.Tensor]] = []
+    seen: list[list[Tensor]] = []
     for attention in attentions(built):
-        largest: list[torch.Tensor] = []
+        largest: list[Tensor] = []
         seen.append(largest)
         attention.core_attention.register_forward_pre_hook(
             lambda core, given, largest=largest: largest.append(
@@ -88,7 +87,7 @@ def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
     return list(zip(expected, kept, strict=True))
 
 
-def _by_hand(core: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _by_hand(core: Any, query: Tensor, key: Tensor) -> Tensor:
     """(heads,): the largest causal logit, in fp64."""
     length, _, heads, _ = query.shape
     key = key.repeat_interleave(heads // key.shape[2], dim=2)

@@ -227,7 +227,7 @@ def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
     model_parallel_cuda_manual_seed(1)
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
     core = DotProductAttention(
-        transformer_config(MODEL, spread(cp=cp_size)), 1, kind, "self"
+        transformer_config(MODEL, spread(f"cp{cp_size}")), 1, kind, "self"
     )
     mine = attention.positions(LENGTH, cp_size, ps.get_context_parallel_rank())
     g = torch.Generator().manual_seed(5)
@@ -273,7 +273,7 @@ def _refused(what: str) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     ps.initialize_model_parallel(context_parallel_size=2)
-    config = transformer_config(MODEL, spread(cp=2))
+    config = transformer_config(MODEL, spread("cp2"))
     config.window_size = (4, 0) if what == "window_size" else None
     core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
     q = torch.ones(8, 1, HEADS, 16)

@@ -38,21 +38,21 @@ MLA = replace(MODEL, mla="column")
 
 
 EXPERTS = [
-    (MOE, spread(dp=2, ep=2)),
-    (SHARED, spread(tp=2, ep=2, pp=2)),
-    (SHARED, spread(tp=2, dp=2, ep=2, etp=2)),
+    (MOE, spread("dp2 ep2")),
+    (SHARED, spread("tp2 ep2 pp2")),
+    (SHARED, spread("tp2 dp2 ep2 etp2")),
 ]
 CONTEXT = [
-    *((DENSE, t) for t in (spread(cp=2), spread(cp=4), spread(tp=2, cp=2, pp=2))),
-    (MOE, spread(cp=2, ep=2)),
-    (MLA, spread(cp=2)),
-    (MTP, spread(cp=2)),
+    *((DENSE, t) for t in (spread("cp2"), spread("cp4"), spread("tp2 cp2 pp2"))),
+    (MOE, spread("cp2 ep2")),
+    (MLA, spread("cp2")),
+    (MTP, spread("cp2")),
 ]
 OTHERS = [
-    (MTP, spread(tp=2, dp=2)),
-    (MTP, spread(pp=2)),
-    (MLA, spread(pp=2, dp=2)),
-    (replace(MODEL, recompute=True), spread(tp=2, dp=2)),
+    (MTP, spread("tp2 dp2")),
+    (MTP, spread("pp2")),
+    (MLA, spread("pp2 dp2")),
+    (replace(MODEL, recompute=True), spread("tp2 dp2")),
 ]
 ALLTOALL = [(m, replace(t, dispatcher="alltoall")) for m, t in EXPERTS]
 
@@ -93,7 +93,7 @@ def freeing_what_is_still_sent() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "t", [spread(pp=2), spread(pp=2, vpp=2), spread(pp=2, vpp=2, dp=2)], ids=said
+    "t", [spread("pp2"), spread("pp2 chunks2"), spread("pp2 chunks2 dp2")], ids=said
 )
 def test_a_stage_keeps_what_it_sends_until_it_is_sent(t: Topology) -> None:
     """Also where Megatron frees it after isend: its gradients are those of one
@@ -110,12 +110,12 @@ def test_multi_latent_attention_trains_over_tensor_parallel_ranks() -> None:
     gradient of the keys' positional part over the ranks
     (multi_latent_attention.py:596), on a GPU either.
     """
-    trained(MLA, spread(tp=2))
+    trained(MLA, spread("tp2"))
 
 
 def test_recompute_repeats_the_dropout() -> None:
     plain = replace(MOE, dropout=0.1)
-    t = spread(tp=2, ep=2, dispatcher="alltoall")
+    t = spread("tp2 ep2 alltoall")
     one = trained(plain, t)
     other = trained(replace(plain, recompute=True), t)
     assert one.losses == other.losses and one.norms == other.norms
@@ -128,7 +128,7 @@ def test_recompute_repeats_the_dropout() -> None:
 
 @pytest.mark.parametrize(
     "t",
-    [spread(dp=2, ep=2), spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")],
+    [spread("dp2 ep2"), spread("tp2 dp2 ep2 etp2 alltoall")],
     ids=said,
 )
 def test_grouped_experts_equal_sequential_ones(t: Topology) -> None:
@@ -183,6 +183,6 @@ def keys_without_the_others_gradient() -> Any:
     "mutation", [chunks_in_order, keys_without_the_others_gradient]
 )
 def test_mutants_of_the_context_parallel_attention_are_noticed(mutation: Any) -> None:
-    mutant = trained(DENSE, spread(cp=2), mutation)
+    mutant = trained(DENSE, spread("cp2"), mutation)
     worst = max(differences(truth(DENSE), mutant).values())
     assert worst > 100 * REDUCTION

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.expected.oracle import qkv_rows
 from support.models.gpt import (
@@ -79,7 +80,7 @@ def settings_of(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 @cache
-def _params(case: Case, topology: Topology) -> dict[str, torch.Tensor]:
+def _params(case: Case, topology: Topology) -> dict[str, Tensor]:
     return trained(case, topology)["params"]
 
 

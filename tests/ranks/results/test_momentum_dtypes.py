@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_muon.rules import int8_momentum as in_blocks
 from megatron_muon.rules.int8_momentum import BLOCK, MOST_OFF, InBlocks
@@ -46,8 +47,8 @@ SP = {"sequence_parallel": True}
 
 
 class _Adam:
-    def __init__(self, shard: torch.Tensor) -> None:
-        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {shard: {}}
+    def __init__(self, shard: Tensor) -> None:
+        self.state: dict[Tensor, dict[str, Tensor]] = {shard: {}}
 
 
 @given(st.integers(1, 3 * BLOCK), st.integers(0, 2 * BLOCK), st.integers(0, 1 << 20))

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon import MuonConfig
 from megatron_muon.mcore.wiring import nonfinite
@@ -53,7 +54,6 @@ from support.runs.topologies import (
 )
 from support.runs.whole import Whole
 
-Tensor = torch.Tensor
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"

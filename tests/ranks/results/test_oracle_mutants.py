@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.expected.oracle import Oracle
 from support.expected.oracle_cases import (
@@ -27,8 +28,6 @@ from support.expected.oracle_cases import (
 from support.models.gpt import GROUPS, HEAD_SIZE, HEADS, Case, Topology, on_ranks, train
 from support.runs.topologies import PP2_DP2, TP2_PP2_DP2
 from support.runs.whole import whole
-
-Tensor = torch.Tensor
 
 
 def names(wrong: dict[str, str], kind: str = "main") -> set[str]:

@@ -23,26 +23,26 @@ FP32 = replace(BF16, bf16=False).with_muon(ns_dtype="fp32")
 @pytest.mark.parametrize(
     "m, t",
     [
-        (BF16, spread()),
-        (BF16, spread(tp=2, pp=2, dp=2, overlap=True)),
-        (BF16, spread(cp=2)),
-        (BF16, spread(tp=2, cp=2, pp=2)),
-        (MOE, spread(dp=2, ep=2)),
-        (MOE, spread(tp=2, ep=2, dispatcher="alltoall")),
-        (MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")),
-        (MOE, spread(cp=2, ep=2)),
-        (MOE, spread(pp=2, dp=4, ep=2, overlap=True)),
+        (BF16, spread("")),
+        (BF16, spread("tp2 pp2 dp2 overlap")),
+        (BF16, spread("cp2")),
+        (BF16, spread("tp2 cp2 pp2")),
+        (MOE, spread("dp2 ep2")),
+        (MOE, spread("tp2 ep2 alltoall")),
+        (MOE, spread("tp2 dp2 ep2 etp2 alltoall")),
+        (MOE, spread("cp2 ep2")),
+        (MOE, spread("pp2 dp4 ep2 overlap")),
         (
             replace(MOE, grouped="legacy"),
-            spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall"),
+            spread("tp2 dp2 ep2 etp2 alltoall"),
         ),
-        (DEEP, spread(pp=2, vpp=2, dp=2, overlap=True)),
-        (DEEP, spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True)),
-        (BF16, spread(dp=4, instances=2, overlap=True)),
-        (MOE, spread(dp=4, ep=2, instances=2)),
-        (replace(BF16, mla="column"), spread(tp=2, dp=2)),
-        (replace(BF16, mtp=True), spread(pp=2, dp=2)),
-        (replace(BF16, recompute=True, dropout=0.1), spread(tp=2)),
+        (DEEP, spread("pp2 chunks2 dp2 overlap")),
+        (DEEP, spread("pp2 chunks2 dp2 overlap step_overlap")),
+        (BF16, spread("dp4 instances2 overlap")),
+        (MOE, spread("dp4 ep2 instances2")),
+        (replace(BF16, mla="column"), spread("tp2 dp2")),
+        (replace(BF16, mtp=True), spread("pp2 dp2")),
+        (replace(BF16, recompute=True, dropout=0.1), spread("tp2")),
     ],
     ids=said,
 )
@@ -50,9 +50,7 @@ def test_the_loss_falls_with_each_step(m: Case, t: Topology) -> None:
     trained(m, t)
 
 
-@pytest.mark.parametrize(
-    "t", [spread(dp=2), spread(tp=2, pp=2, dp=2, overlap=True)], ids=said
-)
+@pytest.mark.parametrize("t", [spread("dp2"), spread("tp2 pp2 dp2 overlap")], ids=said)
 def test_fp32_training_is_that_of_one_process(t: Topology) -> None:
     """But for the order of sums, as ``test_cpu_parallel`` has it with AdamW."""
     one = truth(FP32)
@@ -79,9 +77,7 @@ def no_views() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "t", [spread(dp=2, ep=2), spread(tp=2, ep=2, dispatcher="alltoall")], ids=said
-)
+@pytest.mark.parametrize("t", [spread("dp2 ep2"), spread("tp2 ep2 alltoall")], ids=said)
 def test_biases_of_experts_train_as_in_one_process(t: Topology) -> None:
     """Megatron by itself adds up those of different experts over TP ranks."""
     one = trained(BIASES, ONE, no_views)
@@ -107,20 +103,20 @@ def reduce_alone() -> Iterator[None]:
 @pytest.mark.parametrize(
     "plain, overlapped, how",
     [
-        (spread(dp=2), spread(dp=2, overlap=True), reduce_alone),
-        (spread(dp=2), spread(dp=2, overlap=True), nullcontext),
+        (spread("dp2"), spread("dp2 overlap"), reduce_alone),
+        (spread("dp2"), spread("dp2 overlap"), nullcontext),
         (
-            spread(pp=2, vpp=2, dp=2),
-            spread(pp=2, vpp=2, dp=2, overlap=True),
+            spread("pp2 chunks2 dp2"),
+            spread("pp2 chunks2 dp2 overlap"),
             nullcontext,
         ),
         (
-            spread(pp=2, vpp=2, dp=2),
-            spread(pp=2, vpp=2, dp=2, overlap=True, step_overlap=True),
+            spread("pp2 chunks2 dp2"),
+            spread("pp2 chunks2 dp2 overlap step_overlap"),
             nullcontext,
         ),
-        (spread(dp=2, ep=2), spread(dp=2, ep=2, overlap=True), nullcontext),
-        (spread(cp=2), spread(cp=2, overlap=True), nullcontext),
+        (spread("dp2 ep2"), spread("dp2 ep2 overlap"), nullcontext),
+        (spread("cp2"), spread("cp2 overlap"), nullcontext),
     ],
     ids=lambda value: said(value) if isinstance(value, Topology) else value.__name__,
 )

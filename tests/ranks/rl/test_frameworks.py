@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.checkpoints.saving import spoil
 from support.installed import installed
@@ -58,7 +59,7 @@ def _module(framework: str, name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _moved(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _moved(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     copy = tensor.clone()
     tensor.fill_(torch.nan)
     return copy
@@ -67,7 +68,7 @@ def _moved(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 @contextmanager
 def _moves() -> Iterator[None]:
     """Within it tensors move as between a GPU and the host."""
-    tensor = torch.Tensor
+    tensor = Tensor
     with (
         mock.patch.object(tensor, "to", _moved),
         mock.patch.object(tensor, "cpu", tensor.clone),

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.orthogonalize import newton_schulz
@@ -32,7 +33,7 @@ CUDA = torch.device("cuda")
 FOUR = MuonConfig(ns_batch=4)
 
 
-def _matrices(count: int, rows: int, cols: int) -> list[torch.Tensor]:
+def _matrices(count: int, rows: int, cols: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     return [torch.randn(rows, cols, generator=generator) for _ in range(count)]
 
@@ -140,9 +141,7 @@ def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
 def _stepped(case: Case, at_once: int) -> dict[str, Any]:
     sizes: list[int] = []
 
-    def counted(
-        staged: torch.Tensor, moves: torch.Tensor, *rest: Any, **shape: int
-    ) -> None:
+    def counted(staged: Tensor, moves: Tensor, *rest: Any, **shape: int) -> None:
         sizes.append(len(moves))
         orthogonalize_staged(staged, moves, *rest, **shape)
 

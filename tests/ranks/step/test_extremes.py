@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.settings.rules import RULES
 from ranks.results.test_nonfinite import FC1, _changed
@@ -27,11 +28,11 @@ from support.ranks import error_of, run
 from support.runs.topologies import ONE, TP2_DP2
 from support.runs.whole import differences, whole
 
-Held = dict[str, dict[str, torch.Tensor]]
-Change = Callable[[torch.Tensor, int], object]  # of a gradient, by the step
+Held = dict[str, dict[str, Tensor]]
+Change = Callable[[Tensor, int], object]  # of a gradient, by the step
 
 
-def _scale(factor: float, grad: torch.Tensor, step: int) -> None:
+def _scale(factor: float, grad: Tensor, step: int) -> None:
     if step:
         grad.mul_(factor)
 
@@ -73,7 +74,7 @@ def test_a_finite_gradient_of_any_size_moves_its_matrix_or_is_counted(
         assert differences(found, expected) == []
 
 
-def _to_the_edge(grad: torch.Tensor, step: int) -> None:
+def _to_the_edge(grad: Tensor, step: int) -> None:
     if step:
         grad.mul_(1.5e19 / float(grad.norm()))
 

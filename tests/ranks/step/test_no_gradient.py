@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.models import gpt
 from support.models.gpt import Case, check, stepped, trained, truth
@@ -56,9 +57,7 @@ def _no_gradient_of_v() -> Iterator[None]:
     """From step 2 on; V is the last of a group's blocks of rows: its heads' Q, K, V."""
     whole_grad = gpt.whole_grad
 
-    def changed(
-        case: Case, name: str, shape: tuple[int, ...], step: int
-    ) -> torch.Tensor:
+    def changed(case: Case, name: str, shape: tuple[int, ...], step: int) -> Tensor:
         grad = whole_grad(case, name, shape, step)
         if name == QKV and step >= 2:
             grad.view(2, 5, 16, -1)[:, 4] = 0.0
@@ -77,7 +76,7 @@ def test_a_part_without_gradient_stands_still_beside_parts_that_move() -> None:
     assert parts[:, :4].float().mean() > 0.99 and not parts[:, 4].any()
 
 
-def _shards(built: gpt.Built) -> dict[str, torch.Tensor]:
+def _shards(built: gpt.Built) -> dict[str, Tensor]:
     """Main parameters by name."""
     from megatron_muon.mcore.host.shards import owned_shards
 

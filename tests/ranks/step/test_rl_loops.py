@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.models.gpt import (
     Built,
@@ -38,7 +39,7 @@ RUNS = [
 ]
 
 
-def _weights(built: Built) -> dict[str, torch.Tensor]:
+def _weights(built: Built) -> dict[str, Tensor]:
     return {name: param.data.clone() for name, param in built.params.items()}
 
 
@@ -178,7 +179,7 @@ def _move_state(built: Built) -> None:
                 old.fill_(torch.nan)
 
 
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
+def _moved(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     tensor.fill_(torch.nan)
     return copy
@@ -190,10 +191,10 @@ def _megatron_moves(built: Built) -> Iterator[None]:
     then not.
     """
     moves = {"cpu": _moved, "cuda": _moved}
-    with mock.patch.multiple(torch.Tensor, is_cuda=True, **moves):
+    with mock.patch.multiple(Tensor, is_cuda=True, **moves):
         built.optimizer.offload_to_cpu()
     yield
-    with mock.patch.multiple(torch.Tensor, is_cuda=False, **moves):
+    with mock.patch.multiple(Tensor, is_cuda=False, **moves):
         built.optimizer.restore_from_cpu()
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.rules.muon import Foreach
 from support.checkpoints.resharding import check_resharded
@@ -149,7 +150,7 @@ def test_a_rounds_gradients_are_of_one_dtype_that_kernels_take(change: Any) -> N
     assert differences(truth(case), trained(case, ONE, _of_one_dtype)) == []
 
 
-def _weight(main: torch.Tensor, case: Case, name: str) -> torch.Tensor:
+def _weight(main: Tensor, case: Case, name: str) -> Tensor:
     """What FusedAdam rounds a main parameter to: by remainders away from zero in a
     tie.
     """

@@ -33,13 +33,13 @@ FAR = {False: 1e-4, True: 0.5}
 @pytest.mark.parametrize(
     "m, t",
     [
-        (FP32, spread(tp=2, pp=2)),
-        (BF16, spread(tp=2, dp=2, overlap=True)),
-        (replace(MOE, bf16=True), spread(dp=2, ep=2)),
-        (MOE, spread(tp=2, dp=2, ep=2, etp=2, dispatcher="alltoall")),
-        (replace(MOE, grouped=""), spread(dp=2, ep=2)),
-        (replace(FP32, mla="duplicated"), spread(tp=2, dp=2)),
-        (replace(BF16, mtp=True), spread(pp=2, dp=2)),
+        (FP32, spread("tp2 pp2")),
+        (BF16, spread("tp2 dp2 overlap")),
+        (replace(MOE, bf16=True), spread("dp2 ep2")),
+        (MOE, spread("tp2 dp2 ep2 etp2 alltoall")),
+        (replace(MOE, grouped=""), spread("dp2 ep2")),
+        (replace(FP32, mla="duplicated"), spread("tp2 dp2")),
+        (replace(BF16, mtp=True), spread("pp2 dp2")),
     ],
 )
 def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
@@ -54,6 +54,6 @@ def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
 
 def test_biases_of_grouped_experts_have_one_processs_gradients() -> None:
     """They have no mark by which Megatron would add them up over TP ranks."""
-    other = trained(BIASES, spread(tp=2, ep=2, dispatcher="alltoall"))
+    other = trained(BIASES, spread("tp2 ep2 alltoall"))
     far = differences(truth(BIASES), other)
     assert max(far.values()) < FAR[False], max(far, key=lambda name: far[name])

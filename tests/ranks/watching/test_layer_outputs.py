@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 DENSE = replace(MODEL, steps=2, optimizer="muon")
 # of the last stage; TP cuts the logits
 LAST = ["decoder.final_layernorm", "output_layer"]
-RUNS = [(DENSE, spread(tp=2, dp=2)), (replace(DENSE, recompute=True), spread(pp=2))]
+RUNS = [(DENSE, spread("tp2 dp2")), (replace(DENSE, recompute=True), spread("pp2"))]
 
 
 def _train(model: Case, topology: Topology, interval: int = 1) -> dict[str, Any]:

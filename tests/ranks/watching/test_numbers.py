@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.expected.oracle import newton_schulz, qkv_rows
 from support.models.gpt import (
@@ -36,7 +37,6 @@ from support.runs.topologies import (
 from support.runs.watching import Rows, having, logged, promised, watched
 from support.runs.whole import differences
 
-Tensor = torch.Tensor
 FP32 = Case(bf16=False, steps=2).with_muon(ns_dtype="fp32")
 MOE = replace(FP32, moe=True)
 SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))

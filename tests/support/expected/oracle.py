@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def exact(value: Tensor) -> Tensor:

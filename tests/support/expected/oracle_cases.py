@@ -44,6 +44,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support.expected.oracle import Oracle
 from support.expected.separate import of_two_tp_ranks
@@ -59,13 +60,21 @@ from support.models.gpt import (
     whole_grad,
     whole_weight,
 )
+from support.runs.topologies import (
+    ONE,
+    PP2_DP2,
+    TP2_DP2,
+    TP2_DP2_EP2,
+    TP2_DP2_EP2_ETP1,
+    TP2_PP2_DP2,
+    TP4,
+)
 from support.runs.whole import Whole, whole
 
-Tensor = torch.Tensor
 STEPS = 5
 FEW = 4  # where what differs is which matrices there are; the clip is active in some
 BASE = Case(steps=STEPS, clip=200.0)
-TOPOLOGIES = [Topology(1, 1, 1), Topology(2, 1, 2), Topology(2, 2, 2)]
+TOPOLOGIES = [ONE, TP2_DP2, TP2_PP2_DP2]
 Result = dict[str, dict[str, Tensor]]
 Norms = Sequence[float] | None
 
@@ -134,7 +143,7 @@ CASES = {
     "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
     "fp16": replace(BF16, bf16=False, fp16=True, steps=FEW),
 }
-EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
+EXPERTS = TP2_DP2_EP2_ETP1
 WHERE = {
     "moe": EXPERTS,
     "hyperball-experts": EXPERTS,
@@ -142,12 +151,12 @@ WHERE = {
     "namo-experts": EXPERTS,
     "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
     "te-experts": EXPERTS,
-    "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
-    "mla": Topology(2, 1, 2),
-    "cut-group": Topology(2, 1, 2),
-    "cut-gated-group": Topology(4, 1, 1),
-    "mtp": Topology(1, 2, 2),
-    "full-period": Topology(2, 1, 2),
+    "legacy-experts": TP2_DP2_EP2,
+    "mla": TP2_DP2,
+    "cut-group": TP2_DP2,
+    "cut-gated-group": TP4,
+    "mtp": PP2_DP2,
+    "full-period": TP2_DP2,
 }
 
 

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import megatron_muon
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
@@ -28,7 +29,6 @@ from support.runs.cases import (
     whole_weight,
 )
 
-Tensor = torch.Tensor
 Blocks = list[list[int]]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 import megatron_muon
 from megatron_muon.lab.bench.step.build import Built
@@ -180,7 +181,7 @@ def _checksums(built: Built, *kinds: str) -> dict[str, int]:
     }
 
 
-def _tensors(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(built: Built) -> Iterator[tuple[str, Tensor]]:
     names = {param: key for key, param in named_params(built.chunks)}
     for param, key in names.items():
         yield f"weight {key}", param.data
@@ -190,7 +191,7 @@ def _tensors(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
         for param, shard in owned_shards(part):
             yield f"main {names[param]}", shard
             for kind, tensor in part.optimizer.state[shard].items():
-                if isinstance(tensor, torch.Tensor) and tensor.shape == shard.shape:
+                if isinstance(tensor, Tensor) and tensor.shape == shard.shape:
                     yield f"{kind} {names[param]}", tensor
 
 

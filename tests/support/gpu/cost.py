@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_muon.lab.accept.results import EXACT, Figure
 from megatron_muon.lab.bench.step.measure import Measured, StepJob, measure
@@ -416,7 +417,7 @@ def plain(name: str, seconds: float, hardware: Hardware, constant: str) -> Figur
     return Figure(name, "us", predicted, measured, constant=constant, value=measured)
 
 
-def _small(one: torch.Tensor) -> None:
+def _small(one: Tensor) -> None:
     for _ in range(_SMALL):
         one.add_(1.0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import megatron_muon
 from megatron_muon.settings.rules import RULES
@@ -71,7 +72,7 @@ def train(job: tuple[Settings, str, str]) -> list[float]:
     return losses
 
 
-def _loss(chunk: Any, flags: Any, step: int, device: torch.device) -> torch.Tensor:
+def _loss(chunk: Any, flags: Any, step: int, device: torch.device) -> Tensor:
     """The mean over the tokens of this DP rank's text, which repeats itself."""
     from megatron.core import parallel_state
 
@@ -81,5 +82,5 @@ def _loss(chunk: Any, flags: Any, step: int, device: torch.device) -> torch.Tens
     length = flags.seq_length + 1
     text = start.repeat(1, -(-length // _PERIOD))[:, :length].to(device)
     positions = torch.arange(flags.seq_length, device=device).repeat(_BATCH, 1)
-    losses: torch.Tensor = chunk(text[:, :-1], positions, None, labels=text[:, 1:])
+    losses: Tensor = chunk(text[:, :-1], positions, None, labels=text[:, 1:])
     return losses.float().mean()

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support.expected.oracle import Oracle
 from support.expected.shaking import TRIALS, all_shaken, sizes
 from support.megatron_lm.scripts import HERE, MODEL, MUON, PATHS, pretrain
 
-Tensor = torch.Tensor
 STEPS = 3
 CLIP = 1.0
 DECAY = 0.1

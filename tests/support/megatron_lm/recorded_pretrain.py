@@ -14,13 +14,14 @@ from typing import Any
 import megatron.core.optimizer.optimizer as optimizers
 import megatron.training
 import torch
+from torch import Tensor
 
 NAMES = ("lr", "weight_decay", "wd_mult")
 recorded: dict[str, Any] = {"steps": []}
 original = optimizers.ChainedOptimizer.step
 
 
-def weights(optimizer: Any) -> dict[str, torch.Tensor]:
+def weights(optimizer: Any) -> dict[str, Tensor]:
     """By name, the fp32 parameters of the model, which are the main ones too."""
     (chunk,) = optimizer.chained_optimizers[
         0

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support.installed import installed
 from support.models.gpt import Built, held, start, take_step
 from support.runs.cases import Case, Topology
 
-Tensor = torch.Tensor
 BELOW = 0.25  # of the largest logit, on all data-parallel ranks but one
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon import MuonConfig, numbers
 from support.installed import installed, lacks
@@ -59,7 +60,6 @@ from support.runs.cases import (  # noqa: F401 as well
 )
 from support.runs.whole import Piece, Whole, cut, differences, whole
 
-Tensor = torch.Tensor
 MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon
 
 # --- on every rank --------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support.checkpoints import saving
 from support.installed import VERSION
@@ -30,7 +31,6 @@ from support.models.gpt import (
 from support.models.gpt import held as held_here
 
 MU = 0.9
-Tensor = torch.Tensor
 
 
 def lacking() -> str | None:

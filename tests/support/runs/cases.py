@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from megatron_muon import MuonConfig
 from support.installed import VERSION
@@ -34,8 +35,6 @@ IN_PROJ = {
 EXPERTS, MOE_FFN, SHARED_FFN = 4, 68, 100
 Q_RANK, KV_RANK, ROPE_HEAD = 48, 40, 8  # multi-latent attention
 TIED = "embedding.word_embeddings.weight"
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

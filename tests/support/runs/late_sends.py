@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_muon.runtime.patches import replaced
 
@@ -25,8 +26,8 @@ _unread: list[_Send] = []
 @dataclass
 class _Send:
     begin: Any
-    tensor: torch.Tensor
-    memory: torch.Tensor  # what the tensor was when the send was asked for
+    tensor: Tensor
+    memory: Tensor  # what the tensor was when the send was asked for
     work: Any = None
 
     def read(self) -> None:
@@ -50,7 +51,7 @@ def late_sends() -> Iterator[None]:
     """Within it all groups send so."""
     begin = dist.ProcessGroup.send
 
-    def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], *where: int) -> Any:
+    def send(group: dist.ProcessGroup, tensors: list[Tensor], *where: int) -> Any:
         (tensor,) = tensors
         late = _Send(lambda read: begin(group, read, *where), tensor, tensor.detach())
         with _lock:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_muon.runtime import collectives
 
@@ -29,9 +30,7 @@ def late() -> Iterator[None]:
     delays = random.Random(dist.get_rank())
     start = collectives._start_messages
 
-    def start_late(
-        sent: torch.Tensor, received: torch.Tensor, route: Any
-    ) -> Sequence[Any]:
+    def start_late(sent: Tensor, received: Tensor, route: Any) -> Sequence[Any]:
         received.fill_(torch.nan)
 
         def messages() -> None:
@@ -55,9 +54,7 @@ def early() -> Iterator[None]:
     delays = random.Random(dist.get_rank())
     start = collectives._start_messages
 
-    def start_early(
-        sent: torch.Tensor, received: torch.Tensor, route: Any
-    ) -> Sequence[Any]:
+    def start_early(sent: Tensor, received: Tensor, route: Any) -> Sequence[Any]:
         time.sleep(delays.uniform(0, MOST_MS) / 1000)
         for work in start(sent, received, route):
             work.wait()
@@ -78,9 +75,7 @@ def late_gathers() -> Iterator[None]:
     delays = random.Random(dist.get_rank())
     start = collectives.start_broadcasts
 
-    def start_late(
-        name: str, tensors: Sequence[Sequence[torch.Tensor]], group: Any
-    ) -> Any:
+    def start_late(name: str, tensors: Sequence[Sequence[Tensor]], group: Any) -> Any:
         for part in (
             part
             for parts in tensors
@@ -106,7 +101,7 @@ def read_before_the_wait() -> Iterator[None]:
     """A mutant: what comes is read when the wait begins."""
     wait = collectives.Pending.wait
 
-    def read_first(pending: collectives.Pending) -> torch.Tensor:
+    def read_first(pending: collectives.Pending) -> Tensor:
         read = pending.received.clone()
         wait(pending)
         return read
@@ -120,7 +115,7 @@ def sent_is_used_again() -> Iterator[None]:
     """A mutant: the memory of a message that is under way is written to."""
     start = collectives.start_messages
 
-    def start_and_write(name: str, sent: torch.Tensor, route: Any) -> Any:
+    def start_and_write(name: str, sent: Tensor, route: Any) -> Any:
         pending = start(name, sent, route)
         if name != "muon/connect":
             sent.mul_(-1.0)

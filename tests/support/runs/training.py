@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon import numbers
 from support.installed import lacks
@@ -24,7 +26,6 @@ from support.models.gpt import Built, held, on_ranks, start
 from support.runs.cases import SEQUENCE, Case, Topology
 from support.runs.whole import whole
 
-Tensor = torch.Tensor
 U = 2.0**-24  # fp32 unit roundoff
 SEQUENCES = 2  # in a micro-batch
 MICROBATCHES = 4  # over all data-parallel ranks
@@ -46,15 +47,21 @@ MODEL = Case(
 )
 
 
-def spread(
-    tp: int = 1, pp: int = 1, dp: int = 1, *, etp: int = 1, vpp: int = 1, **sizes: Any
-) -> Topology:
-    """A topology in which TP ranks split the sequence too, and experts by
-    themselves.
+def spread(text: str) -> Topology:
+    """A topology by its sizes and what it does, as in ``tp2 ep2 overlap alltoall``.
+
+    TP ranks split the sequence too, and experts by themselves.
     """
-    sizes.setdefault("dispatcher", "allgather")
-    sizes.setdefault("bucket_size", 20_000)
-    return Topology(tp, pp, dp, etp=etp, chunks=vpp, sequence_parallel=tp > 1, **sizes)
+    words = text.split()
+    sizes = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", text)}
+    return Topology(
+        **{"etp": 1, **sizes},
+        overlap="overlap" in words,
+        step_overlap="step_overlap" in words,
+        sequence_parallel="tp" in sizes,
+        dispatcher="alltoall" if "alltoall" in words else "allgather",
+        bucket_size=20_000,
+    )
 
 
 def said(value: Any) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 # kind ("params", "main", "exp_avg", …) → TP 1 name → tensor
 Whole = dict[str, dict[str, Tensor]]
 

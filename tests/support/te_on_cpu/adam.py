@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def _step(

@@ -11,7 +11,7 @@ import enum
 import zlib
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from support.te_on_cpu.adam import (  # noqa: F401
     multi_tensor_adam,
@@ -100,9 +100,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     globals()[name] = _NotComputed(name)
     return globals()[name]
-
-
-Tensor = torch.Tensor
 
 
 def rmsnorm_fwd(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support.te_on_cpu.products import DTYPES
 
-Tensor = torch.Tensor
 _E5M2 = 8  # of ``DType``
 _BLOCK = 128
 _MX = 32

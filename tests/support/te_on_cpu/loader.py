@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
@@ -139,7 +140,7 @@ def _accept_tensors_without_cuda() -> None:
 
 
 def _as_on_cuda() -> Any:
-    return mock.patch.object(torch.Tensor, "is_cuda", True)
+    return mock.patch.object(Tensor, "is_cuda", True)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 # by the numbers of ``DType``
 DTYPES = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 

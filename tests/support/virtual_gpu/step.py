@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import megatron_muon.cpu
 from megatron_muon.orthogonalize import matmul, triton_operations
@@ -130,7 +131,7 @@ def muon_of(
             for shard in shards.values()
         }
         return muon, groups, States(SimpleNamespace(state=state, param_groups=groups))
-    empty: dict[torch.Tensor, Any] = {shard: {} for shard in shards.values()}
+    empty: dict[Tensor, Any] = {shard: {} for shard in shards.values()}
     states = InBlocks.of(SimpleNamespace(state=empty, param_groups=groups), muon)
     for shard in empty:
         states.start_state(shard, muon.state_keys)

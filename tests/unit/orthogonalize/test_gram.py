@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.orthogonalize.gram import gram_iteration
@@ -164,7 +165,7 @@ def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
         )
 
 
-def _distance(direction: torch.Tensor, exact: torch.Tensor) -> float:
+def _distance(direction: Tensor, exact: Tensor) -> float:
     return float((direction.double() - exact).norm() / exact.norm())
 
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize import matmul as products_module
@@ -105,7 +106,7 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
     """
     shapes: list[tuple[int, ...]] = []
 
-    def kernel(left: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def kernel(left: Tensor, *rest: Any) -> Tensor:
         shapes.append(tuple(left.shape))
         return exact_kernel(left, *rest)
 
@@ -136,7 +137,7 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
 def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(*_: Any) -> torch.Tensor:
+    def fails(*_: Any) -> Tensor:
         raise AttributeError("no such instruction")
 
     numerics = numerics_on(CPU_DEVICE, MuonConfig(ns_dtype="bf16"))
@@ -191,19 +192,19 @@ def test_the_flag_says_whose_kernel_a_gpu_takes(
 
 
 def exact_kernel(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    linear: torch.Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    linear: Tensor | None,
     beta: float,
     alpha: float,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
+    out: Tensor | None,
+) -> Tensor:
     made = alpha * (left @ right)
     made = made if linear is None else made + beta * linear
     return made if out is None else out.copy_(made)
 
 
-def fake_kernel(*operands: Any) -> torch.Tensor:
+def fake_kernel(*operands: Any) -> Tensor:
     return exact_kernel(*operands) + 1
 
 

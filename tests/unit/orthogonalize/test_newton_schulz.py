@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.settings.config import MuonConfig, NsIteration
@@ -14,7 +15,7 @@ BF16 = MuonConfig(ns_dtype="bf16")
 FP32 = MuonConfig(ns_dtype="fp32")
 
 
-def _matrix(rows: int, cols: int) -> torch.Tensor:
+def _matrix(rows: int, cols: int) -> Tensor:
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     return torch.randn(rows, cols, generator=generator)
 

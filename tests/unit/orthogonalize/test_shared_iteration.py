@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
@@ -22,7 +23,6 @@ from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.expected.oracle import newton_schulz
 from support.small_squares import rows_of_small_squares
 
-Tensor = torch.Tensor
 SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64), (129, 387)]
 
 

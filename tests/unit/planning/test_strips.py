@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.numerics import Device, Numerics
@@ -292,7 +293,7 @@ def _step_of_home(
 
 
 def _received_at_once(
-    name: str, sent: torch.Tensor, route: Any
+    name: str, sent: Tensor, route: Any
 ) -> collectives.Pending | None:
     if not route.messages:
         return None

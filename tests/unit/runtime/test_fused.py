@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import megatron_muon.rules.fused as fused
 from megatron_muon import MuonConfig
@@ -67,7 +68,7 @@ def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
 def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trial(kind: object, *rest: object) -> list[torch.Tensor]:
+    def trial(kind: object, *rest: object) -> list[Tensor]:
         raise SystemError("Failed to find C compiler")
 
     assert_refused(trial, "Failed to find C compiler", monkeypatch)
@@ -77,7 +78,7 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
 def test_kernels_that_round_otherwise_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trial(kind: object, *rest: object) -> list[torch.Tensor]:
+    def trial(kind: object, *rest: object) -> list[Tensor]:
         return [torch.tensor([1.0 if isinstance(kind, Fused) else 1.0 + 2**-23])]
 
     assert_refused(trial, "round otherwise", monkeypatch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.matmul import numerics_on
@@ -36,7 +37,7 @@ def test_a_marked_run_stays_and_others_do_not_notice(
         torch.randn(sum(sizes), generator=generator).to(dtype).split(sizes)
     )
 
-    def updated(marked: tuple[int, ...]) -> list[torch.Tensor]:
+    def updated(marked: tuple[int, ...]) -> list[Tensor]:
         params = [x.clone() for x in before]
         given = [x.clone() for x in directions]
         for run in marked:

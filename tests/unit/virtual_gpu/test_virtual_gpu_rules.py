@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from support.virtual_gpu.memory import Way
 from support.virtual_gpu.recording import Recording
@@ -26,7 +27,7 @@ def kinds(recording: Recording) -> set[str]:
     return {race.kind for race in recording.races}
 
 
-def new(numel: int = N) -> torch.Tensor:
+def new(numel: int = N) -> Tensor:
     return torch.empty(numel, device="cuda")
 
 
