@@ -42,7 +42,7 @@ BASE = tuple(
     *_qkv.weight *_proj.weight *_fc?.weight *layer_norm_weight
 """.split()
 )
-DENSE = "linear_qkv linear_proj linear_fc1 linear_fc2".split()
+DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EXPERTS = ("*.experts.*.linear_fc1", "*.experts.*.linear_fc2")
 CASE = Case(frozen=BASE).with_muon(muon_include=(ADAPTERS,))
 MOE = replace(CASE, moe=True)
