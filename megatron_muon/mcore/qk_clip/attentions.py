@@ -66,9 +66,9 @@ def watched_attentions(
     watched: list[WatchedAttention] = []
     for name, attention in self_attentions(model_chunks):
         model = attention.config
-        clip = clip_of(model, config)
-        if clip is None and not getattr(model, "log_max_attention_logit", False):
+        if not is_watched(model, config):
             continue
+        clip = clip_of(model, config)
         core = getattr(attention, "core_attention", None)
         _require_maxima(name, core, config)
         clipped: list[ClippedWeight] = []
@@ -79,6 +79,12 @@ def watched_attentions(
         heads = model.num_attention_heads
         watched.append(WatchedAttention(core, heads, clip, tuple(clipped)))
     return watched
+
+
+def is_watched(model_config: Any, config: MuonConfig) -> bool:
+    """Whether the largest logits of an attention with these settings are kept."""
+    logs = bool(getattr(model_config, "log_max_attention_logit", False))
+    return logs or clip_of(model_config, config) is not None
 
 
 def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:

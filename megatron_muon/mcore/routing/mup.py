@@ -8,12 +8,13 @@ Muon's matrices by a rule of its own; here they are those that Muon updates.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.mcore.host.process_groups import Chunks, group_sizes
+from megatron_muon.mcore.routing.routes import muons_of, routes_of
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import MATCHED, own_rule, row_of
@@ -23,7 +24,7 @@ _OF_MUP = "mup_"  # its predicates' names begin so
 
 
 def adamws_overrides(
-    overrides: Overrides, model_chunks: Sequence[torch.nn.Module], config: MuonConfig
+    overrides: Overrides, model_chunks: Chunks, config: MuonConfig, pg_collection: Any
 ) -> dict[Any, Any]:
     """Megatron's overrides, with muP's for all hidden matrices of AdamW's alone.
 
@@ -31,10 +32,11 @@ def adamws_overrides(
     matrices no more than those for Muon.
 
     Raises:
-        ValueError: a scale mode grows with the width.
+        ValueError: a scale mode grows with the width; or see ``routes_of``.
     """
     _require_scales(config)
-    muons = _muons(model_chunks, config)
+    sizes = group_sizes(model_chunks[0], pg_collection)
+    muons = muons_of(routes_of(model_chunks, sizes, config))
     found: dict[Any, Any] = {}
     for key, override in overrides.items():
         predicate: Any = getattr(key, "with_name_predicate", None)
@@ -61,21 +63,6 @@ def _require_scales(config: MuonConfig) -> None:
             "layer's output then grows with the width, so no rate carries over to "
             "another one: give unit_rms_norm"
         )
-
-
-def _muons(
-    model_chunks: Sequence[torch.nn.Module], config: MuonConfig
-) -> set[torch.nn.Parameter]:
-    """The parameters that are Muon's."""
-    found = set()
-    for weight in weights(model_chunks):
-        model = weight.model_config
-        tp_size = model.tensor_model_parallel_size
-        if weight.is_expert:
-            tp_size = model.expert_tensor_parallel_size or tp_size
-        if why_adamw(dataclasses.replace(weight, tp_size=tp_size), config) is None:
-            found.add(weight.param)
-    return found
 
 
 def _is_hidden(param: torch.nn.Parameter, name: str) -> bool:

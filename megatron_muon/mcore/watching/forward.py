@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_muon.mcore.host.process_groups import Chunks
+from megatron_muon.mcore.qk_clip.attentions import clip_of, is_watched
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import self_attentions
 from megatron_muon.mcore.watching.rows import Message
 from megatron_muon.runtime.collectives import Group
+from megatron_muon.settings.config import MuonConfig
 
 
 class LayerOutputs:
@@ -88,27 +90,19 @@ class KeptLogits:
         maxima.scatter_reduce_(0, heads * len(self.rows) // self.heads, kept, "amax")
 
 
-def kept_logits(model_chunks: Chunks, threshold: float | None) -> Iterator[KeptLogits]:
-    """The self-attentions of this rank that keep their largest logits.
-
-    Either the attention's settings ask for that, or ``MuonConfig.qk_clip`` does, which
-    is the ``threshold``.
-    """
+def kept_logits(model_chunks: Chunks, config: MuonConfig) -> Iterator[KeptLogits]:
+    """The self-attentions of this rank that keep their largest logits."""
     for name, attention in self_attentions(model_chunks):
         model = attention.config
-        keeps = threshold is not None or getattr(model, "qk_clip", False)
-        if keeps or getattr(model, "log_max_attention_logit", False):
+        if is_watched(model, config):
             rows = [f"{name}[group {at}]" for at in range(model.num_query_groups)]
             yield KeptLogits(rows, attention.core_attention, model.num_attention_heads)
 
 
-def clip_threshold(model_chunks: Chunks, threshold: float | None) -> float | None:
-    """The threshold of the run's clip of logits: the plugin's, else Megatron's, else
+def clip_threshold(model_chunks: Chunks, config: MuonConfig) -> float | None:
+    """The threshold of the run's clip of logits, the plugin's or Megatron's, or
     None.
     """
-    if threshold is not None:
-        return float(threshold)
-    for _, attention in self_attentions(model_chunks):
-        if getattr(attention.config, "qk_clip", False):
-            return float(attention.config.qk_clip_threshold)
-    return None
+    models = (attention.config for _, attention in self_attentions(model_chunks))
+    clips = (clip_of(model, config) for model in models)
+    return config.qk_clip or next((clip.threshold for clip in clips if clip), None)

@@ -67,15 +67,14 @@ class Watch:
         self._layers = list(layers(model_chunks))
         self._outputs = LayerOutputs(self._layers)
         self._outputs.expect(True)  # the number of the first step is not known yet
-        self._logits = list(kept_logits(model_chunks, config.qk_clip))
+        self._logits = list(kept_logits(model_chunks, config))
         own = together(self._rows_of_stage, group, stage.device)
         ranks = collectives.all_gather_json(own, group)
         adapts = row_of(config.rule).adapts
         self._table = Table(list(filter(None, ranks)), adapts=adapts)
         self._writes = dist.get_rank(group) == dist.get_world_size(group) - 1
-        self._warnings = Warnings(
-            clip_threshold(model_chunks, config.qk_clip), self._table.about
-        )
+        threshold = clip_threshold(model_chunks, config)
+        self._warnings = Warnings(threshold, self._table.about)
         # of the last step: the sums, and the largest logits, over all ranks
         self._sums: tuple[Tensor, Tensor] | None = None
 

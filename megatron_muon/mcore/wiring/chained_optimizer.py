@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_muon.console import first_names
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
-from megatron_muon.mcore.host.shards import owned_shards
+from megatron_muon.mcore.host.shards import owned_shards, parts_of
 from megatron_muon.mcore.wiring.buffers.bucket_groups import finish_gathers
 from megatron_muon.mcore.wiring.gradients import (
     LateNorm,
@@ -218,7 +218,7 @@ class MuonChainedOptimizer(CheckpointChain):
             loaded = any(part.half_loaded for part in self.chained_optimizers)
             if self.half_stepped or loaded:
                 self.require_whole()
-            for part in self._parts():
+            for part in parts_of(self):
                 require_usable_groups(part)
             if self.radii is not None:
                 self.radii.require_no_decay()
@@ -228,16 +228,13 @@ class MuonChainedOptimizer(CheckpointChain):
             part.refuses = refusal is not None
         return refusal
 
-    def _parts(self) -> list[Any]:
-        return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-
     def _some_grad_is_unusable(self) -> Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
         device = self._device
         if any(part.refuses for part in self.chained_optimizers):
             return torch.tensor(True, device=device)
         grads_of: dict[float, list[Tensor]] = {}
-        for part in self._parts():
+        for part in parts_of(self):
             for _, shard in owned_shards(part):
                 grad = part.states.grad(shard)
                 if grad is None:
@@ -250,7 +247,7 @@ class MuonChainedOptimizer(CheckpointChain):
 
     def _gradient_error(self) -> FloatingPointError | None:
         limits: dict[str, float] = {}  # of the shards whose gradient cannot be used
-        for part in self._parts():
+        for part in parts_of(self):
             names = shard_names(part)
             for _, shard in owned_shards(part):
                 grad = part.states.grad(shard)

@@ -179,8 +179,9 @@ def _apply_mup(settings: MuonConfig, call: inspect.BoundArguments) -> None:
 
     model_chunks = call.arguments["model_chunks"]
     overrides = call.arguments.get("config_overrides") or {}
+    groups = call.arguments.get("pg_collection")
     made = together(
-        lambda: adamws_overrides(overrides, model_chunks, settings),
+        lambda: adamws_overrides(overrides, model_chunks, settings, groups),
         None,
         device_of(model_chunks),
     )

@@ -17,39 +17,32 @@ from typing import Any
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_muon.runtime.collectives import naming
-from megatron_muon.runtime.patches import turn_into
+from megatron_muon.runtime.patches import Function, turn_into
 
-# The phases of Megatron's own communication, as in traces, and what they are.
-_REDUCTION = ("grads/reduce", "Megatron's reduction of gradients")
-_ALL_GATHER = ("params/gather", "Megatron's all-gather of parameters")
+
+def _named(method: str, phase: str, what: str) -> Function:
+    """One of a bucket group's methods, which raises PhaseError where a peer is lost."""
+
+    def call(self: NamedBucketGroup, *args: Any, **kwargs: Any) -> None:
+        with self._naming(phase, what):
+            getattr(super(NamedBucketGroup, self), method)(*args, **kwargs)
+
+    return call
 
 
 class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group whose errors name the phase.
+    """A bucket group whose errors name the phase, as traces do.
 
     Without overlap, or in an all-gather by force, the methods that start one wait for
     it too.
     """
 
-    def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost."""
-        with self._naming(*_REDUCTION):
-            super().start_grad_sync(*args, **kwargs)
-
-    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost."""
-        with self._naming(*_REDUCTION):
-            super().finish_grad_sync(*args, **kwargs)
-
-    def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost."""
-        with self._naming(*_ALL_GATHER):
-            super().start_param_sync(*args, **kwargs)
-
-    def finish_param_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost."""
-        with self._naming(*_ALL_GATHER):
-            super().finish_param_sync(*args, **kwargs)
+    _REDUCTION = ("grads/reduce", "Megatron's reduction of gradients")
+    start_grad_sync = _named("start_grad_sync", *_REDUCTION)
+    finish_grad_sync = _named("finish_grad_sync", *_REDUCTION)
+    _ALL_GATHER = ("params/gather", "Megatron's all-gather of parameters")
+    start_param_sync = _named("start_param_sync", *_ALL_GATHER)
+    finish_param_sync = _named("finish_param_sync", *_ALL_GATHER)
 
     @contextmanager
     def _naming(self, name: str, what: str) -> Iterator[None]:

@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.host.loop import Host, host, set_host
 from megatron_muon.mcore.host.process_groups import group_of, group_sizes
-from megatron_muon.mcore.routing.routes import routes_of
+from megatron_muon.mcore.routing.routes import muons_of, routes_of
 from megatron_muon.planning.buckets import Buckets, Buffer, Weight, choose_buckets
 from megatron_muon.runtime.patches import Function, Patches
 from megatron_muon.settings.config import MuonConfig
@@ -82,8 +82,7 @@ def _choose(given: dict[str, Any], config: MuonConfig) -> Buckets:
     except (ValueError, NotImplementedError):
         return Buckets()  # the optimizer says so, on all ranks together
     params = [param for param in module.parameters() if param.requires_grad]
-    muons = {route.weight.param for route in routes if route.muon}
-    chosen = choose_buckets(_buffers(params, muons))
+    chosen = choose_buckets(_buffers(params, muons_of(routes)))
     if chosen.number is None:
         return chosen
     ddp_config = given["ddp_config"]
