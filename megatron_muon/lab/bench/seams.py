@@ -2,22 +2,21 @@
 ``doctor``.
 """
 
+from megatron_muon.lab.dry_run.seams import STATE
+from megatron_muon.mcore.seams.optimizer import BUFFERS, DDP
 from megatron_muon.mcore.seams.row import Place, Row
 
-_STATE = Place("megatron.core.parallel_state")
-_DDP = Place("megatron.core.distributed", "DistributedDataParallel")
-_BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
 _SANITIZER = Place("torch.cuda._sanitizer")
 ROWS: tuple[Row, ...] = (
-    _STATE.called(
+    STATE.called(
         "get_tensor_model_parallel_rank", "which part of a weight this rank has"
     ),
-    _STATE.called("get_data_parallel_rank", "which part of a batch this rank has"),
-    _STATE.called(
+    STATE.called("get_data_parallel_rank", "which part of a batch this rank has"),
+    STATE.called(
         "model_parallel_is_initialized", "whether its process groups are there"
     ),
-    _DDP.called("start_grad_sync", "starts the reduction of gradients"),
-    _DDP.called("finish_grad_sync", "waits for that reduction"),
+    DDP.called("start_grad_sync", "starts the reduction of gradients"),
+    DDP.called("finish_grad_sync", "waits for that reduction"),
     Place("torch.utils._python_dispatch").subclassed(
         "TorchDispatchMode", "sees every kernel"
     ),
@@ -25,11 +24,11 @@ ROWS: tuple[Row, ...] = (
         "enable_cuda_sanitizer", "raises an error where streams race, from then on"
     ),
     _SANITIZER.read("CUDASanitizerErrors", "that error"),
-    *Place(_BUFFERS.module, "_ParamAndGradBuffer").has(
+    *Place(BUFFERS.module, "_ParamAndGradBuffer").has(
         grad_data="all gradients of a buffer, whose memory is freed between rows",
         param_data="all parameters of a buffer, likewise",
     ),
-    *_BUFFERS.has(main_grad="a parameter's gradient in its buffer"),
+    *BUFFERS.has(main_grad="a parameter's gradient in its buffer"),
     *Place("megatron.core.distributed", "DistributedDataParallelConfig").has(
         bucket_size="elements of a bucket",
         overlap_grad_reduce="whether gradients are reduced as they come",
@@ -58,7 +57,7 @@ UPSTREAM: tuple[Row, ...] = (
     ),
     _WHOLE.called("compute_full_param_layout", "its layout of the grad buffers"),
     _LAYER_WISE.called("tag_params_for_buffer_routing", "marks that decide the layout"),
-    _STATE.called(
+    STATE.called(
         "get_expert_data_parallel_world_size",
         "over how many ranks its layout cuts a buffer of experts' weights",
         since=18,

@@ -4,7 +4,23 @@ A run that lacks one ends where it uses it, by Python's own error with the name.
 ``doctor`` says so before, for all of them.
 """
 
+from megatron_muon.lab.dry_run.seams import STATE, VARIABLES
+from megatron_muon.mcore.seams.model import LAYERS
+from megatron_muon.mcore.seams.optimizer import (
+    BUFFERS,
+    CHAIN,
+    CKPT,
+    CONFIG,
+    DDP,
+    DIST,
+    DISTRIB,
+    DISTRIBUTED,
+    GROUP,
+    HYBRID_OPTIMIZER,
+    OPTIMIZERS,
+)
 from megatron_muon.mcore.seams.row import Place, Row
+from megatron_muon.mcore.seams.training import CHECKPOINTS, INITIALIZE
 
 # --- torch's internals, which a release may change without notice
 
@@ -29,26 +45,13 @@ _TORCH = (
 
 # --- Megatron's optimizers, their checkpoints, and the wrapper whose buffers they shard
 
-_CORE = Place("megatron.core.optimizer")
-_DISTRIB = Place("megatron.core.optimizer.distrib_optimizer")
-_DIST = Place(_DISTRIB.module, "DistributedOptimizer")
-_CONFIG = Place(_CORE.module, "OptimizerConfig")
-_CPU = Place("megatron.core.optimizer.cpu_offloading")
-_HYBRID = Place(_CPU.module, "HybridDeviceOptimizer")
-_CHAIN = Place(_CORE.module, "ChainedOptimizer")
-_BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
-_GROUP = Place(_BUFFERS.module, "_ParamAndGradBucketGroup")
-_DISTRIBUTED = Place("megatron.core.distributed")
-_DDP = Place(_DISTRIBUTED.module, "DistributedDataParallel")
 # The first version that takes a layout of its grad buffers is 0.18.
 _LAYOUTS = Place("megatron.core.optimizer.param_layout", "FullParamLayout", since=18)
-_DDP_CONFIG = Place(_DISTRIBUTED.module, "DistributedDataParallelConfig")
+_DDP_CONFIG = Place(DISTRIBUTED.module, "DistributedDataParallelConfig")
 _OFF = "refused if off"
-_CKPT = Place("megatron.core.dist_checkpointing")
 OPTIMIZER: tuple[Row, ...] = (
     # --- settings
-    _CORE.read("OptimizerConfig", "the settings of an optimizer"),
-    *_CONFIG.has(
+    *CONFIG.has(
         optimizer="whether it is muon; adam while Megatron builds",
         use_distributed_optimizer=_OFF,
         overlap_param_gather_with_optimizer_step=(
@@ -64,15 +67,15 @@ OPTIMIZER: tuple[Row, ...] = (
         exp_avg_dtype="the momentum's dtype",
         exp_avg_sq_dtype="the dtype of second moments",
     ),
-    *_CONFIG.has(
+    *CONFIG.has(
         since=14,
         reuse_grad_buf_for_mxfp8_param_ag="how mxfp8 parameters travel",
         use_precision_aware_optimizer_no_fp8_or_ds_fp8=(
             "whether the inner Adam is to hold main parameters"
         ),
     ),
-    *_CONFIG.has(since=15, decoupled_weight_decay=_OFF),
-    _DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
+    *CONFIG.has(since=15, decoupled_weight_decay=_OFF),
+    DISTRIBUTED.read("DistributedDataParallelConfig", "the settings of the wrapper"),
     *_DDP_CONFIG.has(
         use_distributed_optimizer=_OFF,
         num_distributed_optimizer_instances="number of parts of a stage's ranks",
@@ -80,7 +83,7 @@ OPTIMIZER: tuple[Row, ...] = (
         overlap_param_gather="whether a forward pass gathers parameters",
     ),
     # --- communication
-    _GROUP.read(
+    GROUP.read(
         "check_grads", "the frame that raises for gradients that are not finite"
     ),
     # --- its rates
@@ -88,15 +91,17 @@ OPTIMIZER: tuple[Row, ...] = (
         "step(increment)", "sets the groups' rates; by 0 once more, after a load"
     ),
     # --- making one
-    _CORE.called(
+    OPTIMIZERS.called(
         "get_standard_config_overrides(config)", "Megatron's overrides", since=16
     ),
     # --- states on the host
-    _HYBRID.called("_sync_sub_optimizers_state_to_hdo", "takes the state of the parts"),
-    _HYBRID.read(
+    HYBRID_OPTIMIZER.called(
+        "_sync_sub_optimizers_state_to_hdo", "takes the state of the parts"
+    ),
+    HYBRID_OPTIMIZER.read(
         "sub_optimizers", "the parts, each torch's AdamW or the Adam of a GPU"
     ),
-    *_HYBRID.has(
+    *HYBRID_OPTIMIZER.has(
         state="the parts' state, by shard",
         param_to_inner_param="the main parameter of each shard",
         gpu_optimizer="the part on the device, if any",
@@ -104,41 +109,36 @@ OPTIMIZER: tuple[Row, ...] = (
         _h2d_stream="the stream that copies shards to the weights",
     ),
     # --- the norm of gradients and the step
-    _CHAIN.called(
+    CHAIN.called(
         "prepare_model_params_for_param_sync", "the same for a chain", since=19
     ),
-    _CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm"),
-    _DIST.called("_copy_main_params_to_model_params", "writes clipped weights"),
-    _DIST.called("get_grad_stats_parallel_group", "the ranks that step together"),
-    _DIST.called(
-        "get_parameters", "flat fp32 shards of the inner Adam", inherited=True
-    ),
+    CHAIN.called("grads_states_parallel_group_is_shared", "if its parts share a norm"),
+    DIST.called("_copy_main_params_to_model_params", "writes clipped weights"),
+    DIST.called("get_grad_stats_parallel_group", "the ranks that step together"),
+    DIST.called("get_parameters", "flat fp32 shards of the inner Adam", inherited=True),
     # --- shards and buffers
-    _DIST.called(
+    DIST.called(
         "_build_model_gbuf_range(param_and_grad_buffer, bucket_index)",
         "cuts each bucket into equal shards",
     ),
-    _DIST.called(
+    DIST.called(
         "compute_full_param_layout(bucket_size, data_parallel_world_size, "
         "expert_data_parallel_world_size)",
         "lays out all grad buffers",
         since=18,
     ),
-    _DISTRIBUTED.read(
-        "DistributedDataParallel", "the one wrapper whose buffers Muon shards over"
-    ),
-    _DDP.called("start_param_sync(force_sync)", "gathers all parameters, after a load"),
+    DDP.called("start_param_sync(force_sync)", "gathers all parameters, after a load"),
     # --- a parameter's state, through which every format goes
-    _DIST.called("_get_model_param_range_map(param)", "param: this rank's slice of it"),
+    DIST.called("_get_model_param_range_map(param)", "param: this rank's slice of it"),
     # --- the formats up to 0.14, which later ones still read
-    _DISTRIB.read(
+    DISTRIB.read(
         "param_group_identifier_keys", "by which a load pairs groups", since=14
     ),
     # --- dist_checkpointing
-    _CKPT.called(
+    CKPT.called(
         "load_tensors_metadata(checkpoint_dir)", "what the tensors on disk are"
     ),
-    Place(_CKPT.module, "ShardedTensor").called(
+    Place(CKPT.module, "ShardedTensor").called(
         "from_rank_offsets(key, data, replica_id)", "a whole tensor on disk"
     ),
     Place("megatron.core.dist_checkpointing.mapping").read(
@@ -155,7 +155,7 @@ OPTIMIZER: tuple[Row, ...] = (
         "logger", "silenced where the digest's mark is the only file"
     ),
     # --- attributes
-    *_DIST.has(
+    *DIST.has(
         model_chunks="the DDP-wrapped modules, for names and marks of parameters",
         is_stub_optimizer="True on a rank that has no groups and never steps",
         config="its timers, and the run's settings",
@@ -176,24 +176,24 @@ OPTIMIZER: tuple[Row, ...] = (
         model_fp32_groups="parameters in step with shard_fp32_groups",
         shard_fp32_groups="flat views of them",
     ),
-    *_CHAIN.has(chained_optimizers="the optimizers in it", config="the run's settings"),
-    *Place(_BUFFERS.module, "_ParamAndGradBuffer").has(
+    *CHAIN.has(chained_optimizers="the optimizers in it", config="the run's settings"),
+    *Place(BUFFERS.module, "_ParamAndGradBuffer").has(
         param_index_map="(start, stop, bucket) of each parameter",
         buckets="in the order of their elements",
         numel_unpadded="elements of the tensors that Megatron gathers from it",
     ),
-    *Place(_BUFFERS.module, "_ParamAndGradBucket").has(
+    *Place(BUFFERS.module, "_ParamAndGradBucket").has(
         grad_data="all of the bucket's elements, padding too",
         offset="where the bucket begins in its buffer",
         numel_unpadded="elements of the bucket without padding",
     ),
-    *_GROUP.has(
+    *GROUP.has(
         buckets="what it reduces and gathers together",
         intra_distributed_optimizer_instance_group=(
             "who reduces and gathers its buckets"
         ),
     ),
-    *_DDP.has(
+    *DDP.has(
         bucket_groups="bucket groups of dense weights, whose errors name the phase",
         expert_parallel_bucket_groups="bucket groups of experts' weights",
         buffers="the grad buffers of dense weights",
@@ -218,7 +218,6 @@ _DOT_PRODUCT = Place(
     "megatron.core.transformer.dot_product_attention", "DotProductAttention"
 )
 _SOFTMAX = Place("megatron.core.fusions.fused_softmax", "FusedScaleMaskSoftmax")
-_LAYERS = Place("megatron.core.tensor_parallel.layers")
 # Classes of which attributes are read.
 _MODEL = Place(_TRANSFORMER.module, "TransformerConfig")
 
@@ -229,7 +228,6 @@ _TP = "the ranks that share a dense weight"
 _EP = "the ranks that share a layer's experts"
 _BLOCKS = "blocks of gate and up rows"
 _REFUSED = "refused if on, since Muon does not support it yet"
-_STATE = Place("megatron.core.parallel_state")
 _STAGE = "the ranks of a stage"
 _EXPERT_TP = "the ranks that share an expert's weights"
 MODEL: tuple[Row, ...] = (
@@ -323,19 +321,19 @@ MODEL: tuple[Row, ...] = (
         layer_number="a layer's number over all pipeline stages, from 1 on"
     ),
     # --- process groups
-    _STATE.called("get_tensor_and_data_parallel_group(with_context_parallel)", _STAGE),
-    _STATE.called("get_tensor_model_parallel_group", _TP),
-    _STATE.called("get_expert_tensor_parallel_group", _EXPERT_TP),
-    _STATE.called("get_expert_model_parallel_group", _EP),
-    _STATE.called(
+    STATE.called("get_tensor_and_data_parallel_group(with_context_parallel)", _STAGE),
+    STATE.called("get_tensor_model_parallel_group", _TP),
+    STATE.called("get_expert_tensor_parallel_group", _EXPERT_TP),
+    STATE.called("get_expert_model_parallel_group", _EP),
+    STATE.called(
         "get_pipeline_model_parallel_rank", "the number of the pipeline stage"
     ),
-    _STATE.called("get_expert_model_parallel_rank", "which experts this rank has"),
-    _STATE.called("get_expert_model_parallel_world_size", _EP),
-    _STATE.called("get_tensor_model_parallel_world_size", _TP),
-    _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
-    _STATE.called("get_pipeline_model_parallel_group", "the pipeline stages"),
-    _STATE.called(
+    STATE.called("get_expert_model_parallel_rank", "which experts this rank has"),
+    STATE.called("get_expert_model_parallel_world_size", _EP),
+    STATE.called("get_tensor_model_parallel_world_size", _TP),
+    STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
+    STATE.called("get_pipeline_model_parallel_group", "the pipeline stages"),
+    STATE.called(
         "get_data_parallel_group(with_context_parallel, partial_data_parallel)",
         "how many shards a grad buffer has, inside one optimizer instance",
     ),
@@ -360,11 +358,11 @@ REFUSALS = (
     *_MODEL.has(
         since=18, moe_single_grouped_weight=_REFUSED, moe_single_grouped_bias=_REFUSED
     ),
-    *_CONFIG.has(since=17, optimizer_cuda_graph=_REFUSED),
-    *_CONFIG.has(since=19, grad_norm_skip_threshold="the norm that skips a step"),
+    *CONFIG.has(since=17, optimizer_cuda_graph=_REFUSED),
+    *CONFIG.has(since=19, grad_norm_skip_threshold="the norm that skips a step"),
     *_DDP_CONFIG.has(since=14, use_megatron_fsdp=_REFUSED),
     *_DDP_CONFIG.has(use_custom_fsdp=_REFUSED),
-    *_LAYERS.has(since=19, is_gtp_weight_remat=_REFUSED),
+    *LAYERS.has(since=19, is_gtp_weight_remat=_REFUSED),
 )
 # Modules whose import needs packages of kernels, so that no run's start checks them.
 HYBRID = (
@@ -381,37 +379,38 @@ HYBRID = (
 
 # --- Megatron-LM's scripts, checked where they are installed
 
-_INITIALIZE = Place("megatron.training.initialize")
-_VARIABLES = Place("megatron.training.global_vars")
-_SAVES = Place("megatron.training.checkpointing")
 TRAINING = (
     # --- the launcher
     Place("megatron.core.datasets.utils").called(
         "compile_helpers", "compiles the dataset helper, or exits"
     ),
     # --- arguments
-    _INITIALIZE.called(
+    INITIALIZE.called(
         "parse_args(extra_args_provider, ignore_unknown_args)",
         "parses before initialize_megatron asks for a GPU",
         until=17,
     ),
     Place("megatron.training").called("get_args", "the arguments of the run"),
-    _VARIABLES.called(
+    VARIABLES.called(
         "get_tensorboard_writer", "the last rank's SummaryWriter, else None"
     ),
-    _VARIABLES.called(
+    VARIABLES.called(
         "get_wandb_writer", "the wandb module on the last rank, else None"
     ),
     # --- checkpoints
-    _SAVES.called(
+    CHECKPOINTS.called(
         "get_checkpoint_name(checkpoints_path, iteration, release, return_base_dir)",
         "a checkpoint's folder; torch: a rank's file",
     ),
-    _SAVES.called(
+    CHECKPOINTS.called(
         "get_distributed_optimizer_checkpoint_name(model_checkpoint_name)",
         "torch: the file of state",
     ),
-    _SAVES.called("checkpoint_exists(checkpoints_path)", "whether there is a tracker"),
-    _SAVES.read("_NON_PERSISTENT_CKPT_SUBDIR", "where non-persistent checkpoints are"),
+    CHECKPOINTS.called(
+        "checkpoint_exists(checkpoints_path)", "whether there is a tracker"
+    ),
+    CHECKPOINTS.read(
+        "_NON_PERSISTENT_CKPT_SUBDIR", "where non-persistent checkpoints are"
+    ),
 )
 ROWS: tuple[Row, ...] = (*MODEL, *OPTIMIZER, *_TORCH)

@@ -4,10 +4,10 @@
 that is missing. ``doctor`` says so before.
 """
 
+from megatron_muon.mcore.seams.optimizer import DISTRIB, OPTIMIZERS
 from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.training import INITIALIZE
 
-_OPTIMIZER = Place("megatron.core.optimizer")
-_DISTRIBUTED = Place("megatron.core.optimizer.distrib_optimizer")
 _RANDOM = Place("megatron.core.tensor_parallel.random")
 _MAPPINGS = Place("megatron.core.tensor_parallel.mappings")
 _ATTENTION = Place("megatron.core.transformer.dot_product_attention")
@@ -24,10 +24,10 @@ ROWS = (
     ),
     Place("torch._dynamo").replaced("config.disable", "uncompiles what is compiled"),
     # --- optimizers
-    _OPTIMIZER.replaced("Adam", "a fused Adam's stand-in"),
-    _DISTRIBUTED.replaced("Adam", "a fused Adam's stand-in"),
-    _OPTIMIZER.replaced("USING_PYTORCH_OPTIMIZER", "False, as on a GPU", since=15),
-    _DISTRIBUTED.replaced("HAVE_APEX_OR_TE", "True, as on a GPU"),
+    OPTIMIZERS.replaced("Adam", "a fused Adam's stand-in"),
+    DISTRIB.replaced("Adam", "a fused Adam's stand-in"),
+    OPTIMIZERS.replaced("USING_PYTORCH_OPTIMIZER", "False, as on a GPU", since=15),
+    DISTRIB.replaced("HAVE_APEX_OR_TE", "True, as on a GPU"),
     Place("megatron.core.fp8_utils").replaced(
         "_quantize_param_shard_impl", "there is no fp8 here"
     ),
@@ -79,11 +79,10 @@ ROWS = (
 )
 
 # Symbols of Megatron-LM's scripts, checked only where those are installed.
-_INITIALIZE = Place("megatron.training.initialize")
 TRAINING = (
-    _INITIALIZE.replaced("initialize_megatron", "is told that there may be no GPU"),
-    _INITIALIZE.replaced("set_jit_fusion_options", "nothing is fused"),
-    _INITIALIZE.read("fused_kernels", "whether kernels are loaded", until=16),
+    INITIALIZE.replaced("initialize_megatron", "is told that there may be no GPU"),
+    INITIALIZE.replaced("set_jit_fusion_options", "nothing is fused"),
+    INITIALIZE.read("fused_kernels", "whether kernels are loaded", until=16),
     Place("megatron.legacy.fused_kernels", until=16).replaced(
         "load", "loads no kernels"
     ),

@@ -3,32 +3,32 @@ check it.
 """
 
 from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.training import INITIALIZE, LOOP
 
-_STATE = Place("megatron.core.parallel_state")
+STATE = Place("megatron.core.parallel_state")
 _SPECS = Place("megatron.core.models.gpt.gpt_layer_specs")
 _TRAINING = Place("megatron.training")
-_LOOP = Place("megatron.training.training")
-_VARIABLES = Place("megatron.training.global_vars")
+VARIABLES = Place("megatron.training.global_vars")
 ROWS = (
     # --- ranks
-    _STATE.called(
+    STATE.called(
         "initialize_model_parallel(context_parallel_size, expert_model_parallel_size, "
         "order, create_gloo_process_groups, num_distributed_optimizer_instances, "
         "expert_tensor_parallel_size)",
         "makes the process groups of a rank, over groups that do nothing",
     ),
-    _STATE.called("destroy_model_parallel", "forgets those groups"),
-    _STATE.replaced("create_group(ranks)", "skips groups that the rank is not in"),
-    _STATE.called(
+    STATE.called("destroy_model_parallel", "forgets those groups"),
+    STATE.replaced("create_group(ranks)", "skips groups that the rank is not in"),
+    STATE.called(
         "RankGenerator(tp, ep, dp, pp, cp, order)", "which ranks are in which group"
     ),
-    _STATE.called("RankGenerator.get_ranks(token)", "the groups of a kind"),
-    _STATE.called("is_pipeline_first_stage(ignore_virtual)", "who has the embedding"),
-    _STATE.called("is_pipeline_last_stage(ignore_virtual)", "who has the output"),
-    _STATE.called(
+    STATE.called("RankGenerator.get_ranks(token)", "the groups of a kind"),
+    STATE.called("is_pipeline_first_stage(ignore_virtual)", "who has the embedding"),
+    STATE.called("is_pipeline_last_stage(ignore_virtual)", "who has the output"),
+    STATE.called(
         "set_virtual_pipeline_model_parallel_rank", "which chunk is built", until=12
     ),
-    _STATE.called(
+    STATE.called(
         "get_data_parallel_world_size(with_context_parallel)", "shards of a buffer"
     ),
     Place("megatron.core.tensor_parallel.random").called(
@@ -64,14 +64,14 @@ ROWS = (
 )
 # A run's own script, with the Megatron-LM that it is of.
 SCRIPT = (
-    _LOOP.replaced("pretrain", "trains; replaced to stop a script there"),
-    _LOOP.called(
+    LOOP.replaced("pretrain", "trains; replaced to stop a script there"),
+    LOOP.called(
         "setup_model_and_optimizer", "builds the model, then asks for its optimizer"
     ),
-    _LOOP.replaced("get_megatron_optimizer", "replaced to stop it there"),
+    LOOP.replaced("get_megatron_optimizer", "replaced to stop it there"),
     _TRAINING.replaced("pretrain", "what a script imports"),
     _TRAINING.called("get_args", "the arguments, validated"),
-    Place("megatron.training.initialize").called(
+    INITIALIZE.called(
         "initialize_megatron(skip_mpu_initialization)", "parses arguments"
     ),
     Place(
@@ -79,8 +79,8 @@ SCRIPT = (
     ).called(
         "use_mpu_process_groups", "a rank's groups, for scripts that hand them on"
     ),
-    _VARIABLES.called("set_args(args)", "whose model is built"),
-    _VARIABLES.called("destroy_global_vars", "forgets an earlier script"),
+    VARIABLES.called("set_args(args)", "whose model is built"),
+    VARIABLES.called("destroy_global_vars", "forgets an earlier script"),
     Place("megatron.core.num_microbatches_calculator").called(
         "destroy_num_microbatches_calculator", "forgets an earlier script"
     ),

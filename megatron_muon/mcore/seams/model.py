@@ -5,14 +5,14 @@ A mark that has another name would be read as one that is not set, without a wor
 
 from megatron_muon.mcore.seams.row import Place, Row
 
-_LAYERS = Place("megatron.core.tensor_parallel.layers")
+LAYERS = Place("megatron.core.tensor_parallel.layers")
 ROWS: tuple[Row, ...] = (
     Place("megatron.core").read("__version__", "which rows hold here"),
     Place("megatron.core.optimizer.qk_clip", since=16).wrapped(
         "clip_qk(model, log_max_only)", "called after each step; clips shards"
     ),
     # --- marks on parameters
-    *_LAYERS.has(
+    *LAYERS.has(
         tensor_model_parallel="whether TP splits it",
         partition_dim="the dim that TP splits",
         sequence_parallel="its gradient is added up over TP ranks",

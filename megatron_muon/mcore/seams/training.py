@@ -8,9 +8,9 @@ has a second one of ``initialize_megatron``.
 from megatron_muon.mcore.seams.row import Place
 
 _ARGS = Place("megatron.training.arguments")
-_CKPT = Place("megatron.training.checkpointing")
-_INITIALIZE = Place("megatron.training.initialize")
-_LOOP = Place("megatron.training.training")
+CHECKPOINTS = Place("megatron.training.checkpointing")
+INITIALIZE = Place("megatron.training.initialize")
+LOOP = Place("megatron.training.training")
 ROWS = (
     # --- arguments
     _ARGS.wrapped(
@@ -20,14 +20,14 @@ ROWS = (
         "validate_args(args, defaults)", "checks arguments; sees AdamW for Muon"
     ),
     _ARGS.wrapped("_print_args(title, args)", "prints the optimizer as it was given"),
-    _INITIALIZE.wrapped(
+    INITIALIZE.wrapped(
         "initialize_megatron(allow_no_cuda)", "makes the process groups"
     ),
     # --- the training loop
-    _LOOP.wrapped(
+    LOOP.wrapped(
         "get_megatron_optimizer_config(args)", "without Megatron's Muon's", since=16
     ),
-    _LOOP.wrapped(
+    LOOP.wrapped(
         "get_megatron_muon_optimizer(config, model_chunks, "
         "layer_wise_distributed_optimizer)",
         "called for the name muon; builds the plugin's",
@@ -35,15 +35,17 @@ ROWS = (
         until=17,
     ),
     # --- checkpoints
-    _CKPT.wrapped("generate_state_dict(args)", "arguments that Megatron's tools read"),
-    _CKPT.wrapped(
+    CHECKPOINTS.wrapped(
+        "generate_state_dict(args)", "arguments that Megatron's tools read"
+    ),
+    CHECKPOINTS.wrapped(
         "save_checkpoint(iteration, model, optimizer)", "writes a checkpoint"
     ),
-    _CKPT.wrapped(
+    CHECKPOINTS.wrapped(
         "load_checkpoint(ddp_model, optimizer, opt_param_scheduler)",
         "reads a checkpoint; checked first",
     ),
-    _CKPT.replaced(
+    CHECKPOINTS.replaced(
         "read_metadata(tracker_filename)", "the tracker's iteration, or --ckpt-step"
     ),
 )
