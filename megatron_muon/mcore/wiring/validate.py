@@ -68,7 +68,7 @@ _ONE = "use only one of the two"
 Read = Callable[[str], Any]
 # Modes that Muon does not support: each one's name, its value (refused if true), and a
 # way out.
-Modes = Iterator[tuple[str, Any, str]]
+Modes = Iterable[tuple[str, Any, str]]
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
@@ -272,30 +272,31 @@ def _fp8_modes(read: Read) -> Modes:
     process.
     """
     if not (read("fp8_param_gather") or read("fp8_param")):
-        return
+        return ()
     version = megatron_version()[1]
     bf16 = "keep parameters in bf16 (computing in fp8 is fine)"
-    yield "fp8_param_gather before core 0.14", version < (0, 14), bf16
     # some cores' is of an enum
     recipe = getattr(read("fp8_recipe"), "value", read("fp8_recipe"))
-    yield (
-        f"fp8_param_gather with fp8_recipe={recipe}",
-        recipe not in _FP8_RECIPES,
-        f"give one of {', '.join(_FP8_RECIPES)}, or {bf16}",
-    )
-    if recipe != "mxfp8":
-        return
-    yield (
-        "fp8_param_gather with fp8_recipe=mxfp8 before core 0.19",
-        version < (0, 19),
-        f"{bf16}, since Megatron then has weights of other places, or gathers experts' "
-        "too early",
-    )
-    yield (
-        "fp8_recipe=mxfp8 with fp8_param_gather and without "
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        not read("reuse_grad_buf_for_mxfp8_param_ag"),
-        f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
+    is_mxfp8 = recipe == "mxfp8"
+    return (
+        ("fp8_param_gather before core 0.14", version < (0, 14), bf16),
+        (
+            f"fp8_param_gather with fp8_recipe={recipe}",
+            recipe not in _FP8_RECIPES,
+            f"give one of {', '.join(_FP8_RECIPES)}, or {bf16}",
+        ),
+        (
+            "fp8_param_gather with fp8_recipe=mxfp8 before core 0.19",
+            is_mxfp8 and version < (0, 19),
+            f"{bf16}, since Megatron then has weights of other places, or gathers "
+            "experts' too early",
+        ),
+        (
+            "fp8_recipe=mxfp8 with fp8_param_gather and without "
+            "reuse_grad_buf_for_mxfp8_param_ag",
+            is_mxfp8 and not read("reuse_grad_buf_for_mxfp8_param_ag"),
+            f"set it (--reuse-grad-buf-for-mxfp8-param-ag), or {bf16}",
+        ),
     )
 
 
@@ -323,34 +324,37 @@ def _state_modes(read: Read) -> Modes:
 def _upstream_faults(read: Read) -> Modes:
     """Combinations that train wrongly in Megatron, with AdamW too."""
     early = read("overlap_param_gather_with_optimizer_step")
-    yield (
-        "overlap_param_gather_with_optimizer_step in fp16",
-        early and read("fp16"),
-        "use overlap_param_gather alone, since Megatron gives each half of the model a "
-        "loss scale of its own",
-    )
-    yield (
-        "use_precision_aware_optimizer with rl_offload_optimizer_during_inference",
-        read("use_precision_aware_optimizer")
-        and read("rl_offload_optimizer_during_inference"),
-        f"{_ONE}, since Megatron then parts the optimizer's shards from the weights",
-    )
-    if not read("num_moe_experts"):
-        return
-    yield (
-        "overlap_param_gather_with_optimizer_step with experts",
-        early,
-        "use overlap_param_gather alone, since Megatron gathers the first chunk's "
-        "experts before their optimizer has stepped",
-    )
+    narrow = read("use_precision_aware_optimizer")
+    has_experts = read("num_moe_experts")
+    has_ep = read("expert_model_parallel_size") != 1
+    tp = read("tensor_model_parallel_size")
     expert_tp = read("expert_tensor_parallel_size")
-    is_other = expert_tp != read("tensor_model_parallel_size")
-    yield (
-        "expert_tensor_parallel_size other than tensor_model_parallel_size without "
-        "expert parallelism",
-        read("expert_model_parallel_size") == 1 and is_other and expert_tp,
-        "set expert_model_parallel_size above 1, since Megatron does not add up the "
-        "gradients of such experts over TP ranks",
+    return (
+        (
+            "overlap_param_gather_with_optimizer_step in fp16",
+            early and read("fp16"),
+            "use overlap_param_gather alone, since Megatron gives each half of the "
+            "model a loss scale of its own",
+        ),
+        (
+            "use_precision_aware_optimizer with rl_offload_optimizer_during_inference",
+            narrow and read("rl_offload_optimizer_during_inference"),
+            f"{_ONE}, since Megatron then parts the optimizer's shards from the "
+            "weights",
+        ),
+        (
+            "overlap_param_gather_with_optimizer_step with experts",
+            has_experts and early,
+            "use overlap_param_gather alone, since Megatron gathers the first chunk's "
+            "experts before their optimizer has stepped",
+        ),
+        (
+            "expert_tensor_parallel_size other than tensor_model_parallel_size without "
+            "expert parallelism",
+            has_experts and not has_ep and expert_tp != tp and expert_tp,
+            "set expert_model_parallel_size above 1, since Megatron does not add up "
+            "the gradients of such experts over TP ranks",
+        ),
     )
 
 
