@@ -20,14 +20,6 @@ from megatron_muon.version import __version__
 
 PREFIX = "[megatron_muon]"
 
-# Sentences about weights, whose names are put into the braces.
-_DECIDE = f"{named('muon_include')} and {named('muon_exclude')} in MuonConfig decide"
-UNKNOWN_ROWS = (
-    f"{named('split_qkv')} has no effect on {{}}: the order of rows is known only of "
-    "Megatron's SelfAttention and CrossAttention, so each is one matrix"
-)
-ADAMW_KEEPS = f"AdamW keeps {{}}. For 2-D weights {_DECIDE}."
-
 # --- the model ------------------------------------------------------------------------
 
 
@@ -45,8 +37,7 @@ class Share:
     active_muon: int = 0
     # elements of AdamW's 2-D weights, by what they are
     kept: Mapping[str, int] = field(default_factory=dict)
-    # pairs of a sentence and a weight's name that is put into its braces
-    remarks: Sequence[tuple[str, str]] = ()
+    remarks: Sequence[str] = ()  # what is unusual about weights, by name
 
     def __add__(self, other: Share) -> Share:
         return Share(
@@ -55,13 +46,13 @@ class Share:
             self.active + other.active,
             self.active_muon + other.active_muon,
             dict(Counter(self.kept) + Counter(other.kept)),
-            (*self.remarks, *other.remarks),
+            tuple(dict.fromkeys([*self.remarks, *other.remarks])),
         )
 
 
 def share_lines(share: Share) -> list[str]:
-    """Lines about a model: Muon's share, a warning where it is less than half, and
-    sentences about weights by name.
+    """Lines about a model: Muon's share, a warning where it is less than half, and the
+    remarks.
 
     Raises:
         ValueError: the share is zero.
@@ -83,12 +74,7 @@ def share_lines(share: Share) -> list[str]:
             "warning: Muon updates less than half of the parameters; "
             f"{_kept(share)}: expect little difference from AdamW"
         )
-    named_weights: dict[str, dict[str, None]] = {}
-    for sentence, name in share.remarks:
-        named_weights.setdefault(sentence, {})[name] = None
-    for sentence, names in named_weights.items():
-        lines.append(sentence.format(", ".join(names)))
-    return lines
+    return [*lines, *share.remarks]
 
 
 def require_muons(share: Share) -> None:
@@ -100,7 +86,8 @@ def require_muons(share: Share) -> None:
     if share.total and not share.muon:
         raise ValueError(
             f"Muon has none of the model's {_count(share.total)} trainable parameters; "
-            f"{_kept(share)}. {_DECIDE}: give Muon some of these, or {USE_ADAMW}"
+            f"{_kept(share)}. Give Muon some of these ({named('muon_include')}, "
+            f"{named('muon_exclude')}), or {USE_ADAMW}"
         )
 
 

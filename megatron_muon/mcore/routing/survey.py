@@ -13,7 +13,7 @@ from megatron_muon.mcore.routing.param_routing import (
     whole_shape,
 )
 from megatron_muon.mcore.routing.routes import Route
-from megatron_muon.planning.describe import ADAMW_KEEPS, UNKNOWN_ROWS, Share
+from megatron_muon.planning.describe import Share
 from megatron_muon.settings.config import MuonConfig
 
 
@@ -21,7 +21,7 @@ def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
     """The share of a pipeline stage, each element once over all its ranks."""
     counts = Counter[str]()
     kept = Counter[str]()
-    remarks: dict[tuple[str, str], None] = {}
+    remarks: dict[str, None] = {}
     for route in routes:
         remarks |= dict.fromkeys(remarks_on(route, config))
         weight, elements = route.weight, route.elements
@@ -46,16 +46,18 @@ def _kind(route: Route) -> str:
     return f"{type(route.weight.module).__name__} ({route.why_adamw})"
 
 
-def remarks_on(route: Route, config: MuonConfig) -> Iterator[tuple[str, str]]:
-    """What is unusual about a weight: pairs of a sentence of ``describe`` and the text
-    that is put into it, which is one for all layers or experts (``*`` for numbers).
+def remarks_on(route: Route, config: MuonConfig) -> Iterator[str]:
+    """What is unusual about a weight; the same for all layers or experts, whose numbers
+    are ``*``.
     """
     weight = route.weight
     name = of_any_number(weight.name)
     if route.muon is not None:
         if config.split_qkv and is_unknown_fusion(weight, whole_shape(weight)[0]):
             holder = weight.holders[0] if weight.holders else weight.module
-            yield UNKNOWN_ROWS, f"{name} (in {type(holder).__name__})"
-        return
-    if route.is_unknown or route.why_adamw == MARKED:
-        yield ADAMW_KEEPS, f"{name} ({route.why_adamw})"
+            yield (
+                f"{name} (in {type(holder).__name__}) is one matrix, since the order "
+                "of its rows is not known"
+            )
+    elif route.is_unknown or route.why_adamw == MARKED:
+        yield f"AdamW keeps {name} ({route.why_adamw})"

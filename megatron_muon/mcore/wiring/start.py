@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -66,32 +66,24 @@ def start_lines(
 
     def own() -> list[Any]:  # it may fail on some stages only
         matched = sorted(matched_patterns(model_chunks, stage.sizes, config))
-        share, memory, warnings = Share(), None, []
-        if stage.speaks:
-            share = share_of(routes, config)
-            plans = [part.muon.plan for part in dist_opts]
-            memory = describe.held_and_sent(plans)
-            warnings = describe.node_lines(plans, config, ranks_here)
-        return [matched, asdict(share), memory, warnings]
+        if not stage.speaks:
+            return [matched, {}, None]
+        plans = [part.muon.plan for part in dist_opts]
+        share = share_of(routes, config)
+        share = replace(
+            share,
+            remarks=(*share.remarks, *describe.node_lines(plans, config, ranks_here)),
+        )
+        return [matched, asdict(share), describe.held_and_sent(plans)]
 
     ranks = collectives.all_gather_json(together(own, None, stage.device), None)
-    patterns: set[str] = set()
-    model = Share()
-    stages: list[tuple[int, int]] = []
-    warnings: dict[str, None] = {}
-    for matched, share, memory, of_stage in ranks:
-        patterns.update(matched)
-        model += Share(**share)
-        if memory is not None:
-            stages.append(memory)
-        warnings |= dict.fromkeys(of_stage)
-    require_matched(patterns, config)
-    share_line, *about_weights = describe.share_lines(model)
+    require_matched(set().union(*(matched for matched, _, _ in ranks)), config)
+    shares = (Share(**share) for _, share, _ in ranks)
+    share_line, *remarks = describe.share_lines(sum(shares, start=Share()))
     unusual = [
         *_of_flags,
         *(f"{pattern}: {text}" for pattern, text in pairs_of(config.by_pattern)),
-        *about_weights,
-        *warnings,
+        *remarks,
     ]
     forget()
     block = [
@@ -104,7 +96,7 @@ def start_lines(
         ),
         share_line,
         *([f"unusual: {' | '.join(unusual)}"] if unusual else []),
-        describe.memory_line(stages),
+        describe.memory_line([held for _, _, held in ranks if held]),
         "matrices, homes and messages: `megatron-muon routes` with the run's flags",
     ]
     return [f"{describe.PREFIX} {line}" for line in block]
