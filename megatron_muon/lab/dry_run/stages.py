@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
@@ -13,11 +15,11 @@ from megatron_muon.lab.dry_run.chunks import build_chunks, transformer_config
 from megatron_muon.lab.dry_run.model import Run
 from megatron_muon.lab.dry_run.optimizers import Planned, planned_optimizers
 from megatron_muon.lab.dry_run.script import ScriptArguments
-from megatron_muon.mcore.host.loop import Host
+from megatron_muon.mcore.host.loop import Host, host, set_host
 from megatron_muon.mcore.host.process_groups import Sizes
 from megatron_muon.mcore.routing.routes import Route, matched_patterns, routes_of
 from megatron_muon.mcore.routing.survey import share_of
-from megatron_muon.mcore.wiring.buffers import bucket_layout
+from megatron_muon.mcore.wiring.buffers.bucket_layout import build
 from megatron_muon.mcore.wiring.validate import (
     REFUSED,
     raise_all,
@@ -27,6 +29,8 @@ from megatron_muon.mcore.wiring.validate import (
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.buckets import Buckets
 from megatron_muon.planning.describe import Share
+from megatron_muon.runtime.patches import Patches
+from megatron_muon.settings.config import MuonConfig
 
 
 class Chooser(Host):
@@ -87,6 +91,24 @@ def in_stage(number: int, run: Run) -> AbstractContextManager[None]:
     return world.as_rank(world.first_ranks(run.ranks)[number], run.ranks, **options)
 
 
+@contextmanager
+def _choosing_buckets(config: MuonConfig, chooser: Chooser) -> Iterator[None]:
+    """A context in which buffers are laid out as in a run with these settings; nothing
+    may be installed.
+    """
+    patches = Patches()
+    before = host()
+    if chooser.leaves_buckets():
+        name = "DistributedDataParallel.__init__"
+        patches.wrap("megatron.core.distributed", name, partial(build, config))
+    set_host(chooser)
+    try:
+        yield
+    finally:
+        set_host(before)
+        patches.undo()
+
+
 def built(run: Run) -> Stage:
     """The stage that this process is in, without memory for parameters.
 
@@ -96,7 +118,7 @@ def built(run: Run) -> Stage:
     """
     flags, config, ranks = run.flags, run.config, run.ranks
     chooser = Chooser(leaves_buckets=run.leaves_buckets)
-    with world.without_memory(), bucket_layout.as_in_run(config, chooser):
+    with world.without_memory(), _choosing_buckets(config, chooser):
         if isinstance(flags, ScriptArguments):
             chunks = flags.chunks()
         else:

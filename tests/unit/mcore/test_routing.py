@@ -5,6 +5,7 @@ they hold.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,7 +238,8 @@ def test_matrices_of_a_forks_classes_are_named_whatever_their_share() -> None:
     conv = torch.nn.Conv1d(4, 4, 4)
     conv.config = SimpleNamespace(gated_linear_unit=False)
     routes = routes_of([chunk, marked, conv], Sizes(2), MuonConfig())
-    remarks = [text for route in routes for text in remarks_on(route, MuonConfig())]
+    of_routes = (remarks_on(route, MuonConfig()) for route in routes)
+    remarks = list(chain.from_iterable(of_routes))
     of_model = Share(2, 1, 2, 1, remarks=remarks)
     _, *kept = share_lines(of_model + of_model)
     assert kept == [

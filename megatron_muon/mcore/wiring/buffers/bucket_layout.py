@@ -12,40 +12,18 @@ before the first step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.host.loop import Host, host, set_host
+from megatron_muon.mcore.host.loop import host
 from megatron_muon.mcore.host.process_groups import group_of, group_sizes
 from megatron_muon.mcore.routing.routes import muons_of, routes_of
 from megatron_muon.planning.buckets import Buckets, Buffer, Weight, choose_buckets
-from megatron_muon.runtime.patches import Function, Patches
+from megatron_muon.runtime.patches import Function
 from megatron_muon.settings.config import MuonConfig
-
-
-@contextmanager
-def as_in_run(config: MuonConfig, loop: Host) -> Iterator[None]:
-    """A context in which buffers are laid out as in a run with these settings and loop.
-
-    Nothing may be installed before.
-    """
-    patches = Patches()
-    before = host()
-    ours = partial(build, config)
-    if loop.leaves_buckets():
-        name = "DistributedDataParallel.__init__"
-        patches.wrap("megatron.core.distributed", name, ours)
-    set_host(loop)
-    try:
-        yield
-    finally:
-        set_host(before)
-        patches.undo()
 
 
 def build(
