@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
+from megatron_muon.settings.coefficients import NsDtype, Triple, schedule, set_of
 from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
 from megatron_muon.settings.rules import row_of
 
@@ -150,7 +150,7 @@ def _segments(config: MuonConfig, steps: Steps, kind: str) -> Segments:
     """The steps between the restarts that are known for squares of a kind; none if
     unknown.
     """
-    lists = restarts_of(config.ns_coefficients, config.ns_steps)
+    lists = set_of(config.ns_coefficients).restarts.get(config.ns_steps)
     restarts: tuple[int, ...] | None = getattr(lists, kind, None)
     if restarts is None:
         return ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.settings.coefficients import spelled, steps_made_for
+from megatron_muon.settings.coefficients import set_of, spelled
 from megatron_muon.settings.config import USE_ADAMW, MuonConfig, named
 from megatron_muon.settings.rules import OwnRule, own_rule
 from megatron_muon.version import __version__
@@ -143,8 +143,8 @@ def computing_line(
             "deterministic mode take no batches"
         )
     steps = f"{config.ns_steps} steps"
-    made_for = steps_made_for(config.ns_coefficients)
-    if made_for not in (None, config.ns_steps):
+    made_for = set_of(config.ns_coefficients).steps
+    if made_for not in (0, config.ns_steps):
         steps += f" (made for {made_for})"
     return (
         f"Newton-Schulz: {spelled(config.ns_coefficients)}, {steps}, {numerics.dtype}, "

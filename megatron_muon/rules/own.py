@@ -20,7 +20,7 @@ from megatron_muon.planning.rounds.table import Stack
 from megatron_muon.rules.block_steps import in_tp_slices
 from megatron_muon.rules.muon import MOMENTUM_KEY, Muon, MuonRound, units_of
 from megatron_muon.runtime.rule import Rule
-from megatron_muon.settings.config import ROWS, MuonConfig, named
+from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import pairs_of
 from megatron_muon.settings.rules import RULES, OwnRule, own_rule
 
@@ -185,7 +185,7 @@ def _require_rule(made: type[Any], config: MuonConfig, says: str) -> None:
     given = [
         f"{named(field)} {getattr(config, field)}"
         for field in _OF_MUON
-        if getattr(config, field) != ROWS[field].default
+        if field in config.changed
     ]
     if any(each.scale_mode == "update_norm" for each in _configs(config)):
         given.append(f"{named('scale_mode')} update_norm")
@@ -206,7 +206,7 @@ def _require_settings(own: OwnRule, config: MuonConfig, says: str) -> None:
     """Settings of what the function replaces must not be given."""
     configs = _configs(config)
     for field in _REPLACED if own.scale is None else _REPLACED + _SCALES:
-        if any(getattr(one, field) != ROWS[field].default for one in configs):
+        if any(field in one.changed for one in configs):
             raise ValueError(
                 f"{named(field)} has no meaning with {says}, a function in its place: "
                 "leave it out"

@@ -11,6 +11,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, cycle, islice, repeat
 from typing import Literal, NamedTuple
 
 from megatron_muon.settings import left
@@ -69,15 +70,15 @@ class CoefficientSet:
     """A published list of coefficients."""
 
     triples: tuple[Triple, ...]  # (a, b, c) of each step
-    after: After  # for steps beyond the list's end
-    source: str  # the paper or post, and the place of the numbers in it
-    steps: int  # the number of steps that the set is made for
+    after: After = "cycle"  # for steps beyond the list's end
+    source: str = ""  # the paper or post, and the place of the numbers in it
+    steps: int = 0  # the number of steps that the set is made for; 0: any
     # (smallest, largest) singular value, of a matrix of Frobenius norm 1, that
     # ``steps`` bring into ``band``: the source's, or else the widest for its band
     # (tests hold both)
-    interval: tuple[float, float]
+    interval: tuple[float, float] = (0.0, 1.0)
     # absolute values that it is brought to, in exact arithmetic
-    band: tuple[float, float]
+    band: tuple[float, float] = (0.0, math.inf)
     fewest: int = 1  # with fewer steps it is another set, or has none of its last
     # by the number of steps, as tests/figures/restart_errors.py finds them; others are
     # not tested
@@ -88,7 +89,6 @@ SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 SETS: dict[CoefficientName, CoefficientSet] = {
     "simple": CoefficientSet(
         triples=(SIMPLE,),
-        after="cycle",
         # The post aims at [0.7, 1.3] with the steepest start; its figure has 0.68 to
         # 1.13.
         source="https://kellerjordan.github.io/posts/muon; "
@@ -110,7 +110,6 @@ SETS: dict[CoefficientName, CoefficientSet] = {
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
-        after="cycle",
         source="You Jiacheng, "
         "https://x.com/YouJiacheng/status/1905861218138804534; https://"
         "github.com/KellerJordan/modded-nanogpt/blob/0674386070ceb4dcd207e1aca747ffcea6c15250/"
@@ -205,21 +204,18 @@ def canonical(value: object) -> Coefficients:
     return "simple" if steps == (SIMPLE,) else steps
 
 
-def default_steps(given: Given) -> int:
-    """The number of steps where none is given."""
-    coefficients = canonical(given)
-    fewest = SETS[coefficients].fewest if isinstance(coefficients, str) else 1
-    return max(DEFAULT_STEPS, fewest)
-
-
-def steps_made_for(given: Given) -> int | None:
-    """The number of steps that a set or a list is made for; None for a single
-    triple.
-    """
+def set_of(given: Given) -> CoefficientSet:
+    """The set of that name; a custom list as a set, without restarts."""
     coefficients = canonical(given)
     if isinstance(coefficients, str):
-        return SETS[coefficients].steps
-    return len(coefficients) if len(coefficients) > 1 else None
+        return SETS[coefficients]
+    count = len(coefficients)
+    return CoefficientSet(triples=coefficients, steps=count if count > 1 else 0)
+
+
+def default_steps(given: Given) -> int:
+    """The number of steps where none is given."""
+    return max(DEFAULT_STEPS, set_of(given).fewest)
 
 
 def as_run(given: Given, steps: int) -> Coefficients:
@@ -227,10 +223,10 @@ def as_run(given: Given, steps: int) -> Coefficients:
 
     Fewer steps than a set's ``fewest`` use its first triples only.
     """
-    coefficients = canonical(given)
-    if not isinstance(coefficients, str) or steps >= SETS[coefficients].fewest:
-        return coefficients
-    first = SETS[coefficients].triples[:steps]
+    chosen = set_of(given)
+    if steps >= chosen.fewest:
+        return canonical(given)
+    first = chosen.triples[:steps]
     return canonical(first[0]) if len(set(first)) == 1 else first
 
 
@@ -252,17 +248,11 @@ def require_whole(given: Given, steps: int) -> None:
 
 @lru_cache(1024)
 def schedule(given: Given, steps: int) -> tuple[Triple, ...]:
-    """(a, b, c) of each step; a custom list that is too short starts over."""
-    coefficients = canonical(given)
-    if not isinstance(coefficients, str):
-        return tuple(coefficients[step % len(coefficients)] for step in range(steps))
-    chosen = SETS[coefficients]
-    number = len(chosen.triples)
-    triples = []
-    for step in range(steps):
-        at = min(step, number - 1) if chosen.after == "repeat_last" else step % number
-        triples.append(chosen.triples[at])
-    return tuple(triples)
+    """(a, b, c) of each step."""
+    chosen = set_of(given)
+    triples = chosen.triples
+    beyond = repeat(triples[-1]) if chosen.after == "repeat_last" else cycle(triples)
+    return tuple(islice(chain(triples, beyond), steps))
 
 
 def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
@@ -294,14 +284,6 @@ def _largest(triple: Triple, stop: float) -> float:
     roots = [top / bottom for top, bottom in ((q, 5 * c), (a, q)) if bottom != 0]
     places = [stop, *(math.sqrt(t) for t in roots if 0 < t < stop * stop)]
     return max(abs(a * s + b * s**3 + c * s**5) for s in places)
-
-
-def restarts_of(given: Given, steps: int) -> Restarts | None:
-    """The Gram iteration's restarts; None where none are known."""
-    coefficients = canonical(given)
-    if not isinstance(coefficients, str):
-        return None
-    return SETS[coefficients].restarts.get(steps)
 
 
 def parse(text: str) -> Coefficients:

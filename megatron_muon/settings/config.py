@@ -16,7 +16,7 @@ from megatron_muon.settings.coefficients import (
     default_steps,
     require_bounded,
     require_whole,
-    restarts_of,
+    set_of,
 )
 from megatron_muon.settings.kinds import SplitKind as SplitKind
 from megatron_muon.settings.patterns import (
@@ -196,9 +196,14 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         if self.ns_iteration == "gram":
             _require_restarts(self)
         _require_log(self)
-        _require_period(self)
-        _require_warmup(self)
+        _require_parts(self)
         _require_rule(self)
+        if self.momentum_warmup and self.momentum_start > self.momentum:
+            raise ValueError(
+                f"{named('momentum_start')} {self.momentum_start} is above "
+                f"{named('momentum')} {self.momentum}: give a lower one, since a "
+                "warm-up raises it"
+            )
         if self.symmetric_products == "triton" and self.ns_dtype == "fp32":
             raise ValueError(
                 f"{named('symmetric_products')} triton multiplies bf16 and fp16, and "
@@ -224,29 +229,35 @@ class MuonConfig(RunSettings, PatternSettings, UpdateSettings):
         return MuonConfig(**{**given, **own})
 
     @property
-    def patterns(self) -> tuple[str, ...]:
-        """The patterns of names in all settings. Each must match a parameter.
+    def changed(self) -> list[str]:
+        """The settings that are unlike their defaults."""
+        return [n for n, row in ROWS.items() if getattr(self, n) != row.default]
+
+    @property
+    def patterns(self) -> dict[str, str]:
+        """The patterns of names in all settings, each with its setting and flag. Each
+        must match a parameter.
 
         Those of ``by_pattern`` have their settings behind them.
         """
-        pairs = (*self.splits, *self.radii, *self.lr_mults, *self.wd_mults)
-        return (
-            *self.muon_include,
-            *self.muon_exclude,
-            *(pattern for pattern, _ in pairs),
-            *self.by_pattern,
-        )
-
-    def setting_of(self, pattern: str) -> str:
-        """The setting that has one of ``patterns``, named with its flag."""
-        # splits first: they match Muon's alone
-        for name in ("splits", "radii", "lr_mults", "wd_mults"):
-            if any(pattern == other for other, _ in getattr(self, name)):
-                return named(name)
-        others = ("by_pattern", "muon_include", "muon_exclude")
-        return named(next(name for name in others if pattern in getattr(self, name)))
+        found: dict[str, str] = {}
+        for name in _WITH_PATTERNS:
+            for each in getattr(self, name):
+                pattern = each if isinstance(each, str) else each[0]
+                found.setdefault(pattern, named(name))
+        return found
 
 
+# splits first: they match Muon's alone
+_WITH_PATTERNS = (
+    "splits",
+    "radii",
+    "lr_mults",
+    "wd_mults",
+    "by_pattern",
+    "muon_include",
+    "muon_exclude",
+)
 ROWS = rows_of(MuonConfig)
 
 
@@ -298,25 +309,22 @@ def _require_rule(config: MuonConfig) -> None:
             f"{config.rule}: a rule of one's own gets whole matrices, so none is "
             "shared: leave it out"
         )
-    refuses = row.refuses
     if row.scales and config.scale_mode not in row.scales:
         raise ValueError(
             f"{named('scale_mode')} {config.scale_mode} does not suit {named('rule')} "
             f"{config.rule}: give one of {', '.join(row.scales)}"
         )
-    for name, setting in ROWS.items():
-        if getattr(config, name) == setting.default:
-            continue
+    for name in config.changed:
         rules = [rule for rule, one in RULES.items() if name in one.settings]
         if rules and config.rule not in rules:
             raise ValueError(
                 f"{named(name)} is of {named('rule')} {' or '.join(rules)}, and the "
                 f"rule is {config.rule}: give such a rule, or leave it out"
             )
-        if name in refuses:
+        if name in row.refuses:
             raise ValueError(
                 f"{named(name)} has no meaning with {named('rule')} {config.rule}, "
-                f"{refuses[name]}: leave it out"
+                f"{row.refuses[name]}: leave it out"
             )
 
 
@@ -331,7 +339,7 @@ def _require_pattern(config: MuonConfig, text: str) -> None:
 
 def _require_restarts(config: MuonConfig) -> None:
     name, steps = config.ns_coefficients, config.ns_steps
-    lists = restarts_of(name, steps)
+    lists = set_of(name).restarts.get(steps)
     if lists is not None and None not in _needed(lists, config):
         return
     known = []
@@ -354,42 +362,24 @@ def _require_restarts(config: MuonConfig) -> None:
 
 def _require_log(config: MuonConfig) -> None:
     """Logging steps need whole matrices."""
-    if config.log_interval is not None and config.split_matrices not in (None, "off"):
-        raise NotImplementedError(
-            f"{named('split_matrices')} {config.split_matrices!r} with "
-            f"{named('log_interval')}: the numbers of a matrix that several ranks "
-            "share are not computed yet; use only one of the two"
-        )
-
-
-def _require_warmup(config: MuonConfig) -> None:
-    """A warm-up of the momentum rises to it."""
-    start = config.momentum_start
-    if config.momentum_warmup is None:
-        if start != ROWS["momentum_start"].default:
-            raise ValueError(
-                f"{named('momentum_start')} {start} is of the first step of a warm-up, "
-                f"and there is none: give {named('momentum_warmup')}, or leave it out"
+    for name in ("split_matrices", "full_period"):
+        value = getattr(config, name)
+        if config.log_interval is not None and value not in (None, "off", 1):
+            raise NotImplementedError(
+                f"{named(name)} {value!r} with {named('log_interval')}: the numbers of "
+                "parts of a matrix are not logged yet; use only one of the two"
             )
-    elif start > config.momentum:
-        raise ValueError(
-            f"{named('momentum_start')} {start} is above {named('momentum')} "
-            f"{config.momentum}: give a lower one, since a warm-up raises it"
-        )
 
 
-def _require_period(config: MuonConfig) -> None:
-    """Block steps' settings need block steps; logging steps need whole matrices."""
-    if config.full_period == 1:
-        if config.block_lr_mult != 1.0:
+# settings of another one, without which they have no effect
+_PARTS = {"momentum_start": "momentum_warmup", "block_lr_mult": "full_period"}
+
+
+def _require_parts(config: MuonConfig) -> None:
+    """A part of a setting needs that setting."""
+    for part, of in _PARTS.items():
+        if part in config.changed and of not in config.changed:
             raise ValueError(
-                f"{named('block_lr_mult')} {config.block_lr_mult} is for the steps "
-                f"between full ones, and {named('full_period')} is 1: give a period, "
-                "or leave it out"
+                f"{named(part)} {getattr(config, part)} is of {named(of)}, and there "
+                f"is none: give {of}, too, or leave this out"
             )
-    elif config.log_interval is not None:
-        raise NotImplementedError(
-            f"{named('full_period')} {config.full_period} with "
-            f"{named('log_interval')}: the numbers of TP slices are not logged yet; "
-            "use only one of the two"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.settings import left
@@ -29,28 +28,18 @@ TP_MODES = ("blockwise", "duplicated", "distributed")
 KEPT = "megatron_muon_defaults"
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """The value of a setting, and its flag; the first one where none is given."""
-
-    value: Any
-    is_given: bool  # whether its flag is on the command line
-    flag: Flag
-
-
 def written(args: Namespace, dest: str) -> Any:
     """What argparse has read for a flag; None where it is not on the command line."""
     return getattr(args, dest, None)
 
 
-def value_of(args: Namespace, row: Row) -> Value:
-    """The value that flags give, else the default.
+def value_of(args: Namespace, row: Row) -> Any:
+    """The value that flags give; None where none does.
 
     Raises:
         ValueError: a flag's value has no meaning, or two flags contradict each other.
     """
-    values: list[Value] = []
-    texts: list[str] = []
+    values: dict[str, Any] = {}  # by the flag and its text
     for flag in row.flags:
         text = written(args, flag.dest)
         if text is None:
@@ -59,17 +48,18 @@ def value_of(args: Namespace, row: Row) -> Value:
             meaning = flag.kind.read(text)
         except ValueError as error:
             raise ValueError(f"{flag.option}: {error}") from error
-        if meaning is None:
-            continue
         if flag.is_switch:
             text = "(on)" if meaning else "(off)"
-        texts.append(f"{flag.option} {text}")
-        values.append(Value(meaning, True, flag))
-    if any(other.value != values[0].value for other in values[1:]):
+        if meaning is not None:
+            values[f"{flag.option} {text}"] = meaning
+    if not values:
+        return None
+    value, *others = values.values()
+    if any(other != value for other in others):
         raise ValueError(
-            f"{' and '.join(texts)} contradict each other: they set the same, give one"
+            f"{' and '.join(values)} contradict each other: they set the same, give one"
         )
-    return values[0] if values else Value(row.default, False, row.flags[0])
+    return value
 
 
 # --- Megatron's own Muon --------------------------------------------------------------
@@ -128,18 +118,12 @@ def muon_config(args: Namespace) -> MuonConfig:
             setting is out of its range.
     """
     _refuse_without_meaning(args)
-    values = {field: value_of(args, row) for field, row in ROWS.items()}
-    settings = {field: value.value for field, value in values.items() if value.is_given}
+    settings = {field: value_of(args, row) for field, row in ROWS.items()}
+    settings = {field: x for field, x in settings.items() if x is not None}
     # Settings whose default depends on another flag, or that need one.
-    settings["matched_adamw_rms"] = _factor(args, values)
     settings["qk_clip_alpha"] = qk_clip_alpha(args)
-    for field in row_of(values["rule"].value).unscaled:
-        if values[field].is_given and values[field].value != ROWS[field].default:
-            raise ValueError(
-                f"{values[field].flag.option} has no meaning with --muon-rule "
-                f"{values['rule'].value}, whose updates have no scale: leave it out"
-            )
-        settings.pop(field, None)
+    if "scale_mode" not in row_of(settings.get("rule", "muon")).refuses:
+        _set_factor(args, settings)
     # A plan knows --deterministic-mode by this alone; a run finds torch in it, too.
     if "split_matrices" not in settings and written(args, "deterministic_mode"):
         settings["split_matrices"] = "off"
@@ -148,33 +132,35 @@ def muon_config(args: Namespace) -> MuonConfig:
     return config
 
 
-def _factor(args: Namespace, values: dict[str, Value]) -> float:
+def _set_factor(args: Namespace, settings: dict[str, Any]) -> None:
     """Moonlight's factor is for its scale modes only; the others have 1."""
-    factor, mode = values["matched_adamw_rms"], values["scale_mode"].value
+    mode = settings.get("scale_mode", MATCHED[0])
+    if mode in MATCHED:
+        return
     rms = written(args, "muon_matched_adamw_rms")
-    if mode not in MATCHED and rms is not None:
+    if rms is not None:
         raise ValueError(
             f"--muon-matched-adamw-rms {rms} with --muon-scale-mode {mode}: an update "
             f"has that root mean square with {' and '.join(MATCHED)} only; give "
             "--muon-extra-scale-factor"
         )
-    if mode not in MATCHED and not factor.is_given:
-        return 1.0
-    return float(factor.value)
+    settings.setdefault("matched_adamw_rms", 1.0)
 
 
 def qk_clip_alpha(args: Namespace) -> float:
     """The queries' share of the clip; a ValueError where it is given without
     ``--muon-qk-clip``.
     """
-    alpha = value_of(args, ROWS["qk_clip_alpha"])
-    if alpha.is_given and written(args, "muon_qk_clip") is None:
+    alpha: float | None = value_of(args, ROWS["qk_clip_alpha"])
+    if alpha is None:
+        return MuonConfig.qk_clip_alpha
+    if written(args, "muon_qk_clip") is None:
         raise ValueError(
-            f"--muon-qk-clip-alpha {alpha.value} is for --muon-qk-clip THRESHOLD, "
+            f"--muon-qk-clip-alpha {alpha} is for --muon-qk-clip THRESHOLD, "
             "which is not given: give it too (Megatron's --qk-clip has "
             "--qk-clip-alpha), or leave this out"
         )
-    return float(alpha.value)
+    return alpha
 
 
 def _refuse_without_setting(args: Namespace, config: MuonConfig) -> None:

@@ -69,39 +69,34 @@ _number = _of_type("a number", int, float)
 _int = _of_type("an int", int)
 
 
-def _within(interval: str, holds: Callable[[float], bool]) -> Check:
+def _must_be(
+    what: str, holds: Callable[[Any], bool], first: Check | None = None
+) -> Check:
+    """A check that something holds of a value, after another check."""
+
     def check(name: str, value: Any) -> None:
-        _number(name, value)
+        if first is not None:
+            first(name, value)
         if not holds(value):
-            raise ValueError(f"{name} must be {interval}, got {value}")
+            raise ValueError(f"{name} must be {what}, got {value!r}")
 
     return check
 
 
-def _count(least: int, most: int | None) -> Check:
-    def check(name: str, value: Any) -> None:
-        _int(name, value)
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-        if most is not None and value > most:
-            raise ValueError(f"{name} must be at most {most}, got {value}")
-
-    return check
+def _count(least: int, most: int | None = None) -> Check:
+    check = _must_be(f"at least {least}", lambda value: value >= least, _int)
+    if most is None:
+        return check
+    return _must_be(f"at most {most}", lambda value: value <= most, check)
 
 
 def _one_of(choices: tuple[str, ...]) -> Check:
-    def check(name: str, value: Any) -> None:
-        if value not in choices:
-            raise ValueError(
-                f"{name} must be one of {', '.join(choices)}, got {value!r}"
-            )
-
-    return check
+    return _must_be(f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def _either(values: tuple[Any, ...], otherwise: Check) -> Check:
     def check(name: str, value: Any) -> None:
-        if not any(value is other or value == other for other in values):
+        if value not in values:
             otherwise(name, value)
 
     return check
@@ -120,16 +115,16 @@ FALSE_SWITCH = Kind(_switch, action="store_false")
 OFF_SWITCH = Kind(
     _switch, action="store_true", read=lambda v: not v, write=lambda v: not v
 )
-POSITIVE = Kind(
-    _within(f"from {LEAST:g} to {MOST:g}", lambda v: LEAST <= v <= MOST), type=float
-)
-MULTIPLIER = Kind(_within(f"from 0 to {MOST:g}", lambda v: 0 <= v <= MOST), type=float)
 PATTERNS = Kind(_patterns, action="append", metavar="PATTERN", read=tuple, write=list)
 
 
 def number(interval: str, holds: Callable[[float], bool]) -> Kind:
     """A number in an interval, which is written out for the message."""
-    return Kind(_within(interval, holds), type=float)
+    return Kind(_must_be(interval, holds, _number), type=float)
+
+
+POSITIVE = number(f"from {LEAST:g} to {MOST:g}", lambda v: LEAST <= v <= MOST)
+MULTIPLIER = number(f"from 0 to {MOST:g}", lambda v: 0 <= v <= MOST)
 
 
 def count(metavar: str | None = None, most: int | None = None) -> Kind:
@@ -167,7 +162,7 @@ def count_or_zero(metavar: str | None = None, unit: int = 1, word: str = "") -> 
         return value * unit or None
 
     return Kind(
-        _either((None,), _count(1, None)),
+        _either((None,), _count(1)),
         type=number if word else int,
         metavar=metavar,
         read=read,

@@ -83,7 +83,12 @@ def pairs_of(given: ByPattern) -> Iterator[tuple[str, str]]:
         ValueError: a text has no pattern.
     """
     if isinstance(given, Mapping):
-        yield from _pairs_of_mapping(given)
+        for pattern, settings in given.items():
+            if not isinstance(settings, Mapping) or not settings:
+                raise TypeError(
+                    f"{pattern!r} must have a mapping of settings, got {settings!r}"
+                )
+            yield pattern, written(settings)
         return
     if not isinstance(given, tuple) or not all(isinstance(x, str) for x in given):
         raise TypeError(
@@ -91,19 +96,10 @@ def pairs_of(given: ByPattern) -> Iterator[tuple[str, str]]:
             f"PATTERN:KEY=VALUE,..., got {given!r}"
         )
     for text in given:
-        pattern, _, settings = text.partition(":")
-        if not (pattern and settings):
+        pattern, _, own = text.partition(":")
+        if not (pattern and own):
             raise ValueError(f"must be PATTERN:KEY=VALUE,..., got {text!r}")
-        yield pattern, settings
-
-
-def _pairs_of_mapping(given: Mapping[str, Settings]) -> Iterator[tuple[str, str]]:
-    for pattern, settings in given.items():
-        if not isinstance(settings, Mapping) or not settings:
-            raise TypeError(
-                f"{pattern!r} must have a mapping of settings, got {settings!r}"
-            )
-        yield pattern, written(settings)
+        yield pattern, own
 
 
 def canonical_texts(given: ByPattern) -> tuple[str, ...]:
@@ -167,8 +163,6 @@ def fits(pattern: str, names: Sequence[str], part: str = "") -> bool:
 
 def only(text: str, keys: Sequence[str]) -> str:
     """The settings of ``KEY=VALUE,...`` that have one of these keys."""
-    if not text:
-        return ""
     settings = read(text)
     return written({key: settings[key] for key in keys if key in settings})
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "update_norm"]
 MATCHED = ("spectral", "update_norm")  # an update has the root mean square that is set
-_OF_SCALE = frozenset({"matched_adamw_rms", "scale_mode"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,6 @@ class RuleRow:
     settings: tuple[str, ...] = ()  # fields of MuonConfig that only such rules have
     # fields of MuonConfig that have no meaning with it, each with the reason
     refuses: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def unscaled(self) -> frozenset[str]:
-        """The settings of the scale, where its updates have none."""
-        return _OF_SCALE.intersection(self.refuses)
 
     def imported(self) -> Any:
         """The rule's class, or what makes a rule from the class's arguments."""

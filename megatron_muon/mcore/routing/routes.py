@@ -95,10 +95,10 @@ def matched_patterns(
 
 def require_matched(matched: Collection[str], config: MuonConfig) -> None:
     """Refuse, by a ValueError, one of ``config.patterns`` that matched on no stage."""
-    for pattern in config.patterns:
+    for pattern, setting in config.patterns.items():
         if pattern not in matched:
             raise ValueError(
-                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter "
+                f"{pattern!r} in {setting} matches no parameter "
                 "of the model, or none that it could change; `megatron-muon routes` "
                 "without it prints their names, which do not start with 'module.'; on "
                 "a CPU give it --transformer-impl local"

@@ -65,7 +65,7 @@ def with_fields(
     if is_theirs:
         given = {name: defaults[name] for name in ("muon_tp_mode", _PRECISION)}
         for field, flag, value in upstream_settings(defaults):
-            if field not in row_of(config.rule).unscaled:
+            if field not in row_of(config.rule).refuses:
                 given[flag.dest] = value
     given |= changed
     mode = given.pop("muon_tp_mode")

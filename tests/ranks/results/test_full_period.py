@@ -147,7 +147,7 @@ def test_without_slices_they_are_refused() -> None:
     [
         (
             {"block_lr_mult": 0.5},
-            "full_period (--muon-full-period) is 1: give a period",
+            "of full_period (--muon-full-period), and there is none: give full_period",
         ),
         ({"full_period": 2, "log_interval": 1}, "not logged yet"),
     ],
