@@ -14,6 +14,7 @@ from dataclasses import replace
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
+    local_shape,
     partition_dim_of,
     whole_shape,
 )
@@ -21,23 +22,14 @@ from megatron_muon.mcore.routing.splits import (
     FusedRows,
     chosen_split,
     fused_of,
+    own_sections,
     require_own,
-    rows_of_ones_own,
     split_of,
 )
-from megatron_muon.planning.layout import (
-    UNPLACED,
-    Block,
-    Matrices,
-    MatrixShape,
-    Parameter,
-    Span,
-    batched_matrices,
-    whole_matrix,
-)
-from megatron_muon.planning.sections import sectioned
+from megatron_muon.planning.layout import UNPLACED, MatrixShape, Parameter
+from megatron_muon.planning.sections import Rows, Sections, sectioned
 from megatron_muon.settings.config import MuonConfig, named
-from megatron_muon.settings.kinds import own_split
+from megatron_muon.settings.kinds import OwnSplit, own_split
 from megatron_muon.settings.rules import MATCHED
 
 
@@ -51,24 +43,21 @@ def matrices_of(weight: Weight, config: MuonConfig) -> Parameter:
     """
     if weight.is_module("GroupedMLP"):
         return _legacy_experts(weight, config)
-    shape = (weight.param.size(0), weight.param.size(1))
-    partition_dim = partition_dim_of(weight)
-    split = (weight.name, shape, partition_dim, weight.tp_size)
-    rows, cols = whole_shape(weight)
+    rows, _ = whole_shape(weight)
     fused = fused_of(weight, rows)
     kind = split_of(weight, config, fused)
     own = own_split(kind)
-    if own is not None and own.of == "cols":
-        require_own(weight, kind, own, cols)
-        return _columns(weight, kind, len(own.sizes))
     if own is not None:
-        fused = rows_of_ones_own(weight, kind, own, rows, fused)
-    if fused is None or (kind == "whole" and len(fused.sections) == 1):
-        matrices = whole_matrix(*split)
+        require_own(weight, kind, own)
+        if own.of == "cols":
+            return _columns(weight, kind, own)
+        sections = own_sections(own, rows, fused)
+    elif fused is None or (kind == "whole" and len(fused.sections) == 1):
+        sections = ((Rows("", rows),),)
     else:
         _require_rows(weight, fused, rows)
-        matrices = sectioned(*split, fused.by(kind))
-    return _parameter(weight, shape, partition_dim, matrices)
+        sections = fused.by(kind)
+    return _parameter(weight, local_shape(weight), partition_dim_of(weight), sections)
 
 
 def numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:
@@ -80,32 +69,26 @@ def numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixSha
     return replace(matrix, name=expert_name(name, ep_rank, local_experts))
 
 
-def _columns(weight: Weight, kind: str, count: int) -> Parameter:
+def _columns(weight: Weight, kind: str, own: OwnSplit) -> Parameter:
     """Equal ranges of columns. Where TP cuts columns, matrices for the ranges of each
     TP rank.
     """
-    rows, cols = weight.param.shape
     tp_size = weight.tp_size
     partition_dim = partition_dim_of(weight)
     ranks = tp_size if partition_dim == 1 else 1
+    count = len(own.sizes)
     each, rest = divmod(count, ranks)
     if rest:
         raise ValueError(
             f"{weight.name}: {tp_size} TP ranks cannot hold whole ranges of {kind}"
         )
-    names = [
-        f"{weight.name}[cols {at * each}..{at * each + each - 1}]"
-        for at in range(ranks)
-    ]
-    if ranks == 1:
-        matrices = batched_matrices(
-            (names[0],), (rows, cols), partition_dim, tp_size, each, apart=True
-        )
-        return _parameter(weight, (rows, cols), partition_dim, matrices)
-    blocks = tuple((Block(rank, Span(0, rows), 0),) for rank in range(ranks))
-    made = tuple(MatrixShape(name, rows, cols, each, apart=True) for name in names)
-    # none has columns on another rank
-    return _parameter(weight, (rows, cols), 0, (made, blocks))
+    rows, _ = whole_shape(weight)
+    firsts = range(0, count, each)
+    runs = tuple(Rows(f"cols {at}..{at + each - 1}", rows) for at in firsts)
+    if ranks > 1:  # each rank has all rows of its matrices, and no other has any
+        partition_dim = 0
+    shape = local_shape(weight)
+    return _parameter(weight, shape, partition_dim, (runs,), each, apart=True)
 
 
 def _legacy_experts(weight: Weight, config: MuonConfig) -> Parameter:
@@ -118,22 +101,16 @@ def _legacy_experts(weight: Weight, config: MuonConfig) -> Parameter:
     of ``MATCHED`` have the same scale for a matrix and its transpose.
     """
     require_scale_mode(weight, config)
-    model = weight.model_config
-    hidden = model.hidden_size
-    experts = model.num_moe_experts // model.expert_model_parallel_size
-    numel = weight.param.numel()
-    first = weight.name.endswith("weight1")
-    cols = numel // (experts * hidden) if first else hidden
-    shape = (numel // cols, cols)
-    names = tuple(f"{weight.name}[expert {expert}]" for expert in range(experts))
-    partition_dim = 1 if first else 0
-    halves = 2 if first and model.gated_linear_unit else 1
-    kinds = ("whole", "gate-up")[:halves]
-    apart = chosen_split(weight, config, "whole", kinds) == "gate-up"
-    matrices = batched_matrices(
-        names, shape, partition_dim, weight.tp_size, halves, apart=apart
-    )
-    return _parameter(weight, shape, partition_dim, matrices)
+    local_rows, cols = local_shape(weight)
+    shape = (weight.param.numel() // cols, cols)
+    experts = range(shape[0] // local_rows)
+    rows, _ = whole_shape(weight)
+    sections = tuple((Rows(f"expert {expert}", rows),) for expert in experts)
+    partition_dim = partition_dim_of(weight)
+    is_gated = partition_dim == 1 and weight.model_config.gated_linear_unit
+    kinds = ("whole", "gate-up") if is_gated else ("whole",)
+    apart = chosen_split(weight, config, kinds) == "gate-up"
+    return _parameter(weight, shape, partition_dim, sections, len(kinds), apart=apart)
 
 
 def require_scale_mode(weight: Weight, config: MuonConfig) -> None:
@@ -154,10 +131,22 @@ def _parameter(
     weight: Weight,
     shape: tuple[int, int],
     partition_dim: int | None,
-    matrices: Matrices,
+    sections: Sections,
+    column_blocks: int = 1,
+    *,
+    apart: bool = False,
 ) -> Parameter:
+    """``shape`` is the local one; for the other arguments see ``sectioned`` and
+    ``MatrixShape``.
+    """
+    matrices, blocks = sectioned(
+        weight.name, shape, partition_dim, weight.tp_size, sections
+    )
+    in_ranges = tuple(
+        replace(matrix, column_blocks=column_blocks, apart=apart) for matrix in matrices
+    )
     return Parameter(
-        weight.name, shape, partition_dim, UNPLACED, UNPLACED, 0, *matrices
+        weight.name, shape, partition_dim, UNPLACED, UNPLACED, 0, in_ranges, blocks
     )
 
 

@@ -280,8 +280,6 @@ def _is_batch(weight: Weight) -> bool:
 
 def _is_vector(weight: Weight) -> bool:
     """By the whole matrix, not by what of it a TP rank holds."""
-    if min(weight.param.shape) > 1 and not weight.is_module("GroupedMLP"):
-        return False
     try:
         return min(whole_shape(weight)) == 1
     # an expert's weight; if it is Muon's, ``matrices_of`` says so
@@ -289,20 +287,27 @@ def _is_vector(weight: Weight) -> bool:
         return False
 
 
+def local_shape(weight: Weight) -> tuple[int, int]:
+    """Rows and columns of a TP rank's 2-D weight; of legacy grouped experts, one
+    expert's.
+    """
+    if not weight.is_module("GroupedMLP"):
+        rows, cols = weight.param.shape
+        return rows, cols
+    model = weight.model_config
+    experts = model.num_moe_experts // model.expert_model_parallel_size
+    hidden = model.hidden_size
+    inner = weight.param.numel() // (experts * hidden)
+    return (hidden, inner) if partition_dim_of(weight) == 1 else (inner, hidden)
+
+
 def whole_shape(weight: Weight) -> tuple[int, int]:
-    """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts,
-    one expert's.
+    """``local_shape`` over all TP ranks.
 
     A NotImplementedError for an expert's, by a name that is not known.
     """
-    rows, cols = weight.param.shape
+    rows, cols = local_shape(weight)
     tp_size = weight.tp_size
-    if weight.is_module("GroupedMLP"):
-        model = weight.model_config
-        hidden, experts = model.hidden_size, model.num_moe_experts
-        experts //= model.expert_model_parallel_size
-        inner = weight.param.numel() * tp_size // (experts * hidden)
-        return (hidden, inner) if weight.name.endswith("weight1") else (inner, hidden)
     dim = partition_dim_of(weight) if tp_size > 1 else None
     return rows * (tp_size if dim == 0 else 1), cols * (tp_size if dim == 1 else 1)
 
@@ -320,6 +325,8 @@ def partition_dim_of(weight: Weight) -> int | None:
         NotImplementedError: a 2-D weight of an expert that expert TP splits in an
             unknown way.
     """
+    if weight.is_module("GroupedMLP"):
+        return 1 if weight.name.endswith("weight1") else 0
     if weight.is_expert and weight.param.dim() == 2:
         if weight.leaf in _EXPERT_PARTITION_DIM:
             return _EXPERT_PARTITION_DIM[weight.leaf]

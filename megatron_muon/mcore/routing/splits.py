@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby, islice, repeat
 from typing import Any
 
 from megatron.core.transformer.attention import CrossAttention
@@ -22,6 +22,7 @@ from megatron_muon.mcore.routing.param_routing import (
     is_adapter,
     is_of_class,
     matching,
+    whole_shape,
 )
 from megatron_muon.planning.sections import Rows, Sections
 from megatron_muon.settings.config import MuonConfig, named
@@ -41,8 +42,8 @@ class FusedRows:
     """The order of rows in a weight that holds several projections."""
 
     sections: tuple[tuple[RowRun, ...], ...]  # its rows in order; see planning.sections
-    default: str  # the split without a pattern for it
     what: str  # the rows in words, for errors
+    default: str = "whole"  # the split without a pattern for it
     # TP ranks may hold all of its rows. Without this, a weight that TP does not split
     # at TP > 1 is unknown here.
     may_be_replicated: bool = False
@@ -81,56 +82,42 @@ def fused_of(weight: Weight, rows: int) -> FusedRows | None:
 def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> str:
     """The kind of split that a weight of Muon's has: see ``chosen_split``."""
     if fused is None:
-        return chosen_split(weight, config, "whole", ("whole",), own=True)
-    default = fused.default if config.split_qkv or fused.default != "qkv" else "whole"
-    return chosen_split(weight, config, default, fused.kinds, own=True)
+        return chosen_split(weight, config, ("whole",), own=True)
+    default = fused.default if config.split_qkv else "whole"
+    return chosen_split(weight, config, fused.kinds, default, own=True)
 
 
-def rows_of_ones_own(
-    weight: Weight, kind: str, own: OwnSplit, rows: int, known: FusedRows | None
-) -> FusedRows:
-    """The rows of a split that the user gives by sizes; ``kind`` is its text.
+def own_sections(own: OwnSplit, rows: int, known: FusedRows | None) -> Sections:
+    """The rows of a weight by a split that the user gives by sizes.
 
     ``known``, the order of the weight's rows, tells which of them each TP rank holds.
     Where that is not known, TP cuts each range of a ``rows:`` split by itself, as in
     Megatron's fused weights, and all rows together of the other splits.
-
-    Raises:
-        ValueError: the weight has another number of rows.
     """
-    require_own(weight, kind, own, rows)
     if own.of == "heads":
-        runs = [
-            RowRun(rows // own.count, {kind: f"head {at}"}) for at in range(own.count)
-        ]
+        size = rows // own.count
+        runs = [Rows(f"head {at}", size) for at in range(own.count)]
     else:
-        runs = [
-            RowRun(size, {kind: f"part {at}"}) for at, size in enumerate(own.sizes)
-        ] * own.count
+        runs = [Rows(f"part {at}", size) for at, size in enumerate(own.sizes)]
+        runs *= own.count
     sizes = own.sizes if own.of == "rows" else (rows,)
     if known is not None and known.rows == rows:
         sizes = tuple(sum(run.count for run in section) for section in known.sections)
-    return FusedRows(tuple(_cut(runs, sizes)), kind, kind, may_be_replicated=True)
+    return tuple(_cut(runs, sizes))
 
 
-def _cut(runs: list[RowRun], sizes: Sequence[int]) -> Iterator[tuple[RowRun, ...]]:
+def _cut(runs: Sequence[Rows], sizes: Sequence[int]) -> Iterator[tuple[Rows, ...]]:
     """``runs`` as sections of these sizes."""
-    left = list(reversed(runs))
+    part_of_row = chain.from_iterable(repeat(run.part, run.count) for run in runs)
     for size in sizes:
-        section = []
-        while size:
-            run = left.pop()
-            count = min(run.count, size)
-            section.append(RowRun(count, run.parts))
-            if count < run.count:
-                left.append(RowRun(run.count - count, run.parts))
-            size -= count
-        yield tuple(section)
+        parts = groupby(islice(part_of_row, size))
+        yield tuple(Rows(part, len(list(alike))) for part, alike in parts)
 
 
-def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
+def require_own(weight: Weight, kind: str, own: OwnSplit) -> None:
     """Refuse, by a ValueError, a split by sizes that does not fit the weight."""
-    what = "columns" if own.of == "cols" else "rows"
+    rows, cols = whole_shape(weight)
+    size, what = (cols, "columns") if own.of == "cols" else (rows, "rows")
     if size % own.total if own.of == "heads" else size != own.total:
         raise ValueError(
             f"{named('splits')} ...={kind}: {weight.name} has {size} {what} over all "
@@ -146,8 +133,8 @@ def require_own(weight: Weight, kind: str, own: OwnSplit, size: int) -> None:
 def chosen_split(
     weight: Weight,
     config: MuonConfig,
-    default: str,
     kinds: tuple[str, ...],
+    default: str = "whole",
     *,
     own: bool = False,
 ) -> str:
@@ -173,7 +160,7 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
         return None
     head = known.head_rows
     parts = [(part, count // head, head) for part, count in known.parts]
-    return FusedRows((_by_heads(known.groups, parts),), "qkv", str(known))
+    return FusedRows((_by_heads(known.groups, parts),), str(known), "qkv")
 
 
 def _by_heads(groups: int, parts: Sequence[tuple[str, int, int]]) -> tuple[RowRun, ...]:
@@ -199,7 +186,7 @@ def _queries(weight: Weight, rows: int) -> FusedRows | None:
     if rows % heads:
         return None
     queries = _heads("q", heads, rows // heads)
-    return FusedRows((queries,), "whole", f"the q of {heads} heads")
+    return FusedRows((queries,), f"the q of {heads} heads")
 
 
 def _latent(weight: Weight, rows: int) -> FusedRows | None:
@@ -224,7 +211,7 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
     if weight.leaf not in sections:
         return None
     what = f"{weight.leaf} of {heads} heads of multi-latent attention"
-    return FusedRows(sections[weight.leaf], "whole", what, may_be_replicated=True)
+    return FusedRows(sections[weight.leaf], what, may_be_replicated=True)
 
 
 def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:
@@ -247,10 +234,10 @@ def _gated(weight: Weight, rows: int) -> FusedRows | None:
     if block:
         pair = (RowRun(block, gate), RowRun(block, up))
         runs = pair * (rows // (2 * block))
-        return FusedRows((runs,), "whole", f"blocks of {block} rows")
+        return FusedRows((runs,), f"blocks of {block} rows")
     half = rows // 2
     halves = ((RowRun(half, gate),), (RowRun(rows - half, up),))
-    return FusedRows(halves, "whole", "a gate and an up half")
+    return FusedRows(halves, "a gate and an up half")
 
 
 def _interleaved_by(weight: Weight) -> int | None:
@@ -283,7 +270,7 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
         return None
     what = f"{', '.join(sizes)} of {type(holder).__name__}"
     sections = tuple(_blocks((size,)) for size in sizes.items())
-    return FusedRows(sections, "whole", what)
+    return FusedRows(sections, what)
 
 
 def _of_delta_net(net: Any) -> dict[str, int]:
