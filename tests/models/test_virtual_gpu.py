@@ -208,7 +208,7 @@ def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
         bool(table.matrices) for table in round_tables(plan.for_rank(0), plan.matrices)
     )
     first = record_step(plan, 0, config)
-    copies = [r.launches_by_name["copy from host"] for r in (first, fused)]
+    copies = [r.launches_by("name")["copy from host"] for r in (first, fused)]
     assert copies == [5 * with_runs, 2 * with_runs]  # blocks, addresses; and factors
     assert first.launches - fused.launches == copies[0] - copies[1]
 
@@ -225,7 +225,7 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
             bool(table.matrices)
             for table in round_tables(plan.for_rank(rank), plan.matrices)
         )
-        names = recording.launches_by_name
+        names = recording.launches_by("name")
         assert names["advance_momentum"] == names["apply_updates"] == with_runs > 0
         assert not any(name.startswith("_foreach_mul") for name in names)
         assert "_foreach_norm" not in names
@@ -246,7 +246,7 @@ def _orthogonalized(by: SymmetricProducts, iteration: NsIteration) -> Recording:
 
 
 def _products(recording: Recording) -> int:
-    names = recording.launches_by_name
+    names = recording.launches_by("name")
     copies = names["baddbmm"] // 2  # of the linear term, a launch before
     return names["bmm"] + names["baddbmm"] - copies
 
@@ -257,7 +257,7 @@ def test_a_kernel_for_symmetric_products_replaces_torchs_without_more_memory(
 ) -> None:
     torchs = _orthogonalized("torch", iteration)
     tritons = _orthogonalized("triton", iteration)
-    assert tritons.launches_by_name["symmetric"] == squares
+    assert tritons.launches_by("name")["symmetric"] == squares
     assert _products(tritons) == _products(torchs) - squares
     assert tritons.launches <= torchs.launches
     assert tritons.peak_bytes <= torchs.peak_bytes
@@ -283,6 +283,6 @@ def test_what_tells_whether_directions_are_finite_is_launched_by_round(
     without = record_step(plan, 0, config, steps=2)
     assert before.launches - without.launches == 4 * homes + 4
     assert (before.host_syncs, before.peak_bytes) == ([], without.peak_bytes)
-    names = before.launches_by_name
+    names = before.launches_by("name")
     # of a batch that is divided once: its largest entries, norms, and a line's largest
     assert names["linalg_vector_norm"] == 3 * names["div"]

@@ -47,8 +47,8 @@ def test_nothing_races_in_two_steps(name: str) -> None:
 def test_all_ranks_communicate_in_the_same_order(name: str) -> None:
     recordings = recorded(RUNS[name])
     assert check_stage(recordings) == []
-    assert any(r.launches_by_phase["muon/adamw"] for r in recordings.values())
-    assert all(r.launches_by_phase["muon/gather"] for r in recordings.values())
+    assert any(r.launches_by("phase")["muon/adamw"] for r in recordings.values())
+    assert all(r.launches_by("phase")["muon/gather"] for r in recordings.values())
 
 
 def waits(recording: Recording) -> list[str]:
@@ -72,7 +72,7 @@ def test_muons_step_waits_no_more_than_adamws(overlap: bool) -> None:
 def test_the_gradients_norm_is_in_the_step() -> None:
     """The host reads it where Megatron asks for a clip; not from 0.19 on."""
     recording = recorded(RUNS["dense"])[0]
-    assert recording.launches_by_name["multi_tensor_l2norm"]
+    assert recording.launches_by("name")["multi_tensor_l2norm"]
     assert ("item in get_grad_norm_fp32" in waits(recording)) == (VERSION < (0, 19))
 
 
@@ -82,7 +82,7 @@ def test_all_optimizers_are_stepped() -> None:
     """
     recording = recorded(RUNS["experts, overlap"])[0]
     dense = recorded(RUNS["dense, overlap"])[0]
-    assert recording.launches_by_phase["muon/newton_schulz"] > 0
+    assert recording.launches_by("phase")["muon/newton_schulz"] > 0
     assert {c.group.ranks for c in dense.collectives} == {(0, 1, 2, 3)}
     assert {c.name for c in dense.collectives} <= {
         "send",

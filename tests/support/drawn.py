@@ -40,63 +40,26 @@ from megatron_muon.settings.coefficients import (
 from megatron_muon.settings.config import MuonConfig
 from support.matrices import polynomials
 
-SHAPES = (
-    (1, 1),
-    (1, 2),
-    (1, 9),
-    (1, 64),
-    (2, 2),
-    (2, 3),
-    (2, 5),
-    (2, 16),
-    (2, 64),
-    (3, 3),
-    (3, 4),
-    (3, 8),
-    (3, 32),
-    (4, 4),
-    (4, 7),
-    (4, 16),
-    (5, 5),
-    (5, 6),
-    (6, 24),
-    (7, 7),
-    (8, 8),
-    (8, 12),
-    (8, 64),
-    (12, 12),
-    (12, 48),
-    (16, 16),
-    (16, 20),
-    (16, 64),
-    (16, 128),
-    (24, 24),
-    (24, 36),
-    (32, 32),
-    (32, 64),
-    (32, 160),
-    (48, 48),
-    (48, 96),
-    (64, 64),
-    (64, 256),
-    (96, 96),
-    (40, 120),
-)
-KINDS = (
-    "Gaussian",
-    "columns scaled",
-    "rows scaled",
-    "both scaled",
-    "half scaled",
-    "rows repeated",
-    "near rank 1",
-    "singular values",
-)
+# Short and long sides.
+_SIDES = """
+    1x1 1x2 1x9 1x64 2x2 2x3 2x5 2x16 2x64 3x3 3x4 3x8 3x32 4x4 4x7 4x16 5x5 5x6
+    6x24 7x7 8x8 8x12 8x64 12x12 12x48 16x16 16x20 16x64 16x128 24x24 24x36 32x32
+    32x64 32x160 48x48 48x96 64x64 64x256 96x96 40x120
+""".split()
+SHAPES = [tuple(map(int, sides.split("x"))) for sides in _SIDES]
+KINDS = """Gaussian
+columns scaled
+rows scaled
+both scaled
+half scaled
+rows repeated
+near rank 1
+singular values""".splitlines()
 WORST: tuple[int, ...] = (7570, 1572, 811, 4614, 684)
 NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 
 
-def shape_of(number: int) -> tuple[int, int]:
+def shape_of(number: int) -> tuple[int, ...]:
     """Short and long side of a drawn matrix."""
     return SHAPES[number % len(SHAPES)]
 
@@ -283,7 +246,7 @@ def _shapes(
 
     Matrices travel in bf16, but for fp32's.
     """
-    of_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    of_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number in numbers:
         of_shape[shape_of(number)].append(number)
     made = []

@@ -11,6 +11,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PATTERNS = {
@@ -35,7 +36,7 @@ PATTERNS = {
     "manifest": r"checkpoint_digest|DigestError|[Mm]anifest|\bseal\b|file_hash",
     "early gathers": r"early_param_gather|early_gathers|EarlyGather|gathers_one_by_one",
 }
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def counts(package: Path) -> dict[str, int]:
@@ -54,14 +55,26 @@ def counts(package: Path) -> dict[str, int]:
 
 def _code(source: str) -> str:
     """A file's code without docstrings and comments."""
-    skipped: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
-            first = node.body[0]
-            last = first.end_lineno or first.lineno
-            skipped.update(range(first.lineno, last + 1))
+    skipped = lines_of(docstrings(ast.parse(source)))
     lines: dict[int, list[str]] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT and token.start[0] not in skipped:
             lines.setdefault(token.start[0], []).append(token.string)
     return "\n".join(" ".join(line).replace(" . ", ".") for line in lines.values())
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
+    """The docstrings of a module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+            if ast.get_docstring(node, clean=False) is not None:
+                yield node.body[0]
+
+
+def lines_of(statements: Iterable[ast.stmt]) -> set[int]:
+    """The numbers of all lines that the statements cover."""
+    covered: set[int] = set()
+    for statement in statements:
+        last = statement.end_lineno or statement.lineno
+        covered.update(range(statement.lineno, last + 1))
+    return covered

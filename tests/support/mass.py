@@ -53,7 +53,6 @@ LAYOUT = {
 }
 DISPLAYS = (ast.Tuple, ast.List, ast.Set)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 
 
@@ -119,52 +118,21 @@ def size_in_table(whole: str, column: str) -> int | None:
 def size_of(source: str) -> Size:
     """The counts of a source text."""
     tree = ast.parse(source)
-    docstrings = list(_docstrings(tree))
+    docs = list(knows.docstrings(tree))
     nodes = list(ast.walk(tree))
     imports = [node for node in nodes if isinstance(node, IMPORTS)]
-    apart: list[ast.stmt] = [*docstrings, *imports]
+    apart = [*docs, *imports]
     statements = sum(isinstance(node, ast.stmt) for node in nodes)
     return Size(
         statements=statements - len(apart),
-        tokens=_tokens(source, _lines(apart)),
-        doc_words=sum(len(_text(each).split()) for each in docstrings),
+        tokens=_tokens(source, knows.lines_of(apart)),
+        doc_words=sum(len(ast.literal_eval(each.value).split()) for each in docs),
         starred=sum(_starred(node) for node in nodes),
         chained=sum(_is_chained(node) for node in nodes),
         packed=sum(_is_packed(node) for node in nodes),
         two_for=sum(_has_two_for(node) for node in nodes),
         dense=max((_density(node) for node in nodes), default=0),
     )
-
-
-def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
-    """The docstrings of a module, its classes and its functions."""
-    for node in ast.walk(tree):
-        if (
-            not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
-            or not node.body
-        ):
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(_value(first), str):
-            yield first
-
-
-def _value(expression: ast.Expr) -> object:
-    constant = expression.value
-    return constant.value if isinstance(constant, ast.Constant) else None
-
-
-def _text(docstring: ast.Expr) -> str:
-    return str(_value(docstring))
-
-
-def _lines(statements: Iterable[ast.stmt]) -> set[int]:
-    """The numbers of all lines that the statements cover."""
-    covered: set[int] = set()
-    for statement in statements:
-        last = statement.end_lineno or statement.lineno
-        covered.update(range(statement.lineno, last + 1))
-    return covered
 
 
 def _tokens(source: str, passed: set[int]) -> int:
@@ -214,7 +182,7 @@ def _has_two_for(node: ast.AST) -> bool:
 
 def _density(node: ast.AST) -> int:
     """Nodes a line of a long function; 0 for all else."""
-    if not isinstance(node, FUNCTIONS):
+    if not isinstance(node, knows.FUNCTIONS):
         return 0
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     if lines < LONG:

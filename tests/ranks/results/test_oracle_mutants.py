@@ -88,16 +88,6 @@ def test_a_mutant_is_noticed(mutant: str, case: Case) -> None:
         assert (names(wrong), names(wrong, "exp_avg")) == (main, momenta)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"cautious": False}, {"opposed": lambda w, direction: w * direction > 0}],
-    ids=["decay of all", "decay of the others"],
-)
-def test_mutants_of_cautious_decay_are_noticed(changes: dict[str, Any]) -> None:
-    found = compare(CASES["cautious-decay"], TP2_PP2_DP2, **changes)
-    assert names(found) == MATRICES and names(found, "exp_avg") == set()
-
-
 class _Growing(dict[Any, Any]):
     """Radii that are a hundred-thousandth too large."""
 
@@ -106,18 +96,29 @@ class _Growing(dict[Any, Any]):
 
 
 @pytest.mark.parametrize(
-    "changes, wrong",
+    "case, changes, wrong",
     [
-        ({"hyperball": False}, MATRICES),
-        ({"radii": _Growing()}, MATRICES),
-        ({"blocks": lambda name, w: [list(range(len(w)))]}, {"linear_qkv.weight"}),
+        # decay of all, and of the others
+        ("cautious-decay", {"cautious": False}, MATRICES),
+        (
+            "cautious-decay",
+            {"opposed": lambda w, direction: w * direction > 0},
+            MATRICES,
+        ),
+        # a plain step, another radius, one radius of q, k and v
+        ("hyperball", {"rule": ""}, MATRICES),
+        ("hyperball", {"radii": _Growing()}, MATRICES),
+        (
+            "hyperball",
+            {"blocks": lambda name, w: [list(range(len(w)))]},
+            {"linear_qkv.weight"},
+        ),
     ],
-    ids=["a plain step", "another radius", "one radius of q, k and v"],
 )
-def test_mutants_of_a_fixed_norm_are_noticed(
-    changes: dict[str, Any], wrong: set[str]
+def test_mutants_of_a_rule_and_of_its_decay_are_noticed(
+    case: str, changes: dict[str, Any], wrong: set[str]
 ) -> None:
-    found = compare(CASES["hyperball"], TP2_PP2_DP2, **changes)
+    found = compare(CASES[case], TP2_PP2_DP2, **changes)
     assert names(found) == wrong and names(found, "exp_avg") == set()
 
 

@@ -136,9 +136,10 @@ class Oracle:
     cautious: bool = False  # arXiv 2510.12402
     opposed: Callable[[Tensor, Tensor], Tensor] = lambda w, direction: w * direction < 0
     decays: list[Decay] = field(default_factory=list)  # of cautious decay, in order
-    hyperball: bool = False  # arXiv 2606.16899: norms of matrices stay
     radii: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    second_moment: str = ""  # a rule's name
+    rule: str = (
+        ""  # hyperball (arXiv 2606.16899: norms of matrices stay), namo, normuon
+    )
     beta2: float = 0.95
     eps2: float = 1e-8
     moments: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -170,13 +171,13 @@ class Oracle:
         w.copy_(r(w * (1 - decay)))
         for number, rows in enumerate(self.matrices(name, w)):
             direction = self.orthogonalize(u[rows], self.ns_steps)
-            if self.second_moment == "namo":
+            if self.rule == "namo":
                 alpha = self._namo((name, number), g[rows], u[rows])
                 w[rows] = r(before[rows] * (1 - alpha * decay))
                 direction = r(alpha * direction)
-            if self.second_moment == "normuon":
+            if self.rule == "normuon":
                 direction = self._normuon((name, number), direction)
-            if self.hyperball:
+            if self.rule == "hyperball":
                 radius = self.norm(w[rows], 1)
                 radius = self.radii.setdefault((name, number), radius)
                 length = r(self.norm(direction, -1))

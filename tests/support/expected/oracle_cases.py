@@ -160,6 +160,17 @@ WHERE = {
 }
 
 
+# Fields of the oracle by the settings of Muon that they are.
+FIELDS = {
+    "matched_adamw_rms": "rms",
+    "momentum": "mu",
+    "nesterov": "nesterov",
+    "ns_steps": "ns_steps",
+    "split_qkv": "split_qkv",
+    "cautious_decay": "cautious",
+    "rule": "rule",
+    "moment2_eps": "eps2",
+}
 # What is under the root; by name, outputs, inputs.
 SCALE_SIZES: dict[str, Callable[[str, int, int], float]] = {
     "spectral": lambda name, rows, cols: max(rows, cols),
@@ -196,19 +207,11 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         gated_attention=case.output_gate,
         lr=lambda name: lr_at(case, len(oracle.norms) - 1, name),
         weight_decay=weight_decay,
-        rms=settings.get("matched_adamw_rms", 0.2),
         scale_size=SCALE_SIZES[settings.get("scale_mode", "spectral")],
-        mu=settings.get("momentum", 0.95),
-        nesterov=settings.get("nesterov", True),
-        ns_steps=settings.get("ns_steps", 5),
-        split_qkv=settings.get("split_qkv", True),
         betas=(0.9, 0.95),
         clip=case.clip,
         update_norm=settings.get("scale_mode") == "update_norm",
-        cautious=settings.get("cautious_decay", False),
-        hyperball=settings.get("rule") == "hyperball",
-        second_moment=settings.get("rule", ""),
-        eps2=settings.get("moment2_eps", 1e-8),
+        **{FIELDS[name]: value for name, value in settings.items() if name in FIELDS},
     )
     if "independent_decay" in settings:
         oracle.decay_factor = lambda name: (

@@ -4,8 +4,6 @@ save.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_muon.lab.dry_run.presets import PRESETS
 from support.runs.cases import (
     EXPERTS,
@@ -37,62 +35,38 @@ DEEPSEEK_V3 = (
 
 def flags_of(case: Case, topology: Topology) -> list[str]:
     """Megatron's flags for the model and the ranks that ``gpt.build`` makes."""
-    words: list[Any] = ["--num-layers", case.layers, "--hidden-size", HIDDEN]
-    words += ["--num-attention-heads", case.heads, "--ffn-hidden-size", case.ffn]
-    words += ["--seq-length", SEQUENCE]
-    words += ["--vocab-size", VOCAB, "--make-vocab-size-divisible-by", 1]
-    words += ["--position-embedding-type", "rope"]
-    words += "--transformer-impl local --use-distributed-optimizer --bf16".split()
-    words += [
-        "--tensor-model-parallel-size",
-        topology.tp,
-        "--context-parallel-size",
-        topology.cp,
-    ]
-    words += [
-        "--pipeline-model-parallel-size",
-        topology.pp,
-        "--world-size",
-        topology.world_size,
-    ]
-    words += ["--num-distributed-optimizer-instances", topology.instances]
-    words += ["--sequence-parallel"] * topology.sequence_parallel
-    words += ["--swiglu"] * case.gated
-    words += ["--untie-embeddings-and-output-weights"] * (not case.tied)
+    words = (
+        f"--num-layers {case.layers} --hidden-size {HIDDEN} --ffn-hidden-size {case.ffn} "
+        f"--num-attention-heads {case.heads} --seq-length {SEQUENCE} "
+        f"--vocab-size {VOCAB} --make-vocab-size-divisible-by 1 "
+        "--position-embedding-type rope --transformer-impl local "
+        "--use-distributed-optimizer --bf16 "
+        f"--tensor-model-parallel-size {topology.tp} "
+        f"--context-parallel-size {topology.cp} "
+        f"--pipeline-model-parallel-size {topology.pp} "
+        f"--world-size {topology.world_size} "
+        f"--num-distributed-optimizer-instances {topology.instances} "
+    )
+    words += "--sequence-parallel " * topology.sequence_parallel
+    words += "--swiglu " * case.gated
+    words += "--untie-embeddings-and-output-weights " * (not case.tied)
     if topology.chunks > 1:
-        words += ["--num-virtual-stages-per-pipeline-rank", topology.chunks]
+        words += f"--num-virtual-stages-per-pipeline-rank {topology.chunks} "
     if topology.overlap:
-        words += [
-            "--overlap-grad-reduce",
-            "--overlap-param-gather",
-            "--ddp-bucket-size",
-            5000,
-        ]
+        words += "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000 "
     if case.moe:
-        words += ["--num-experts", EXPERTS, "--moe-ffn-hidden-size", MOE_FFN]
-        words += [
-            "--moe-shared-expert-intermediate-size",
-            SHARED_FFN,
-            "--disable-bias-linear",
-        ]
-        words += ["--expert-model-parallel-size", topology.ep]
-        words += ["--expert-tensor-parallel-size", topology.expert_tp]
+        words += (
+            f"--num-experts {EXPERTS} --moe-ffn-hidden-size {MOE_FFN} "
+            f"--moe-shared-expert-intermediate-size {SHARED_FFN} "
+            f"--disable-bias-linear --expert-model-parallel-size {topology.ep} "
+            f"--expert-tensor-parallel-size {topology.expert_tp} "
+        )
     if case.mla:
-        words += [
-            "--multi-latent-attention",
-            "--q-lora-rank",
-            Q_RANK,
-            "--kv-lora-rank",
-            KV_RANK,
-        ]
-        words += [
-            "--qk-head-dim",
-            HEAD_SIZE,
-            "--v-head-dim",
-            HEAD_SIZE,
-            "--qk-layernorm",
-        ]
-        words += ["--qk-pos-emb-head-dim", ROPE_HEAD, "--normalization", "RMSNorm"]
+        words += (
+            f"--multi-latent-attention --q-lora-rank {Q_RANK} --kv-lora-rank {KV_RANK} "
+            f"--qk-head-dim {HEAD_SIZE} --v-head-dim {HEAD_SIZE} --qk-layernorm "
+            f"--qk-pos-emb-head-dim {ROPE_HEAD} --normalization RMSNorm "
+        )
     else:
-        words += ["--group-query-attention", "--num-query-groups", case.groups]
-    return [str(word) for word in words]
+        words += f"--group-query-attention --num-query-groups {case.groups} "
+    return words.split()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
-from megatron_muon.orthogonalize.numerics import Device, Numerics
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.sharing.strips import SharedMessages
 from megatron_muon.settings.config import MuonConfig
@@ -24,12 +24,10 @@ from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
 
 
-def planned_messages(
-    plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
-) -> Sizes:
+def planned_messages(plans: Sequence[ExchangePlan], config: MuonConfig) -> Sizes:
     """Every message of a step, by sender and receiver."""
     sizes: Sizes = defaultdict(list)
-    numerics = Numerics(config, device)
+    numerics = Numerics(config, "cuda")
     travels, directions = TORCH_DTYPE[numerics.travels], TORCH_DTYPE[numerics.dtype]
     squares = TORCH_DTYPE[numerics.held]
     dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}

@@ -67,7 +67,7 @@ def report_of(recording: Recording) -> RankReport:
         launches=recording.launches,
         muon_launches=sum(
             count
-            for phase, count in recording.launches_by_phase.items()
+            for phase, count in recording.launches_by("phase").items()
             if phase.startswith(EXCHANGE) and phase != "muon/adamw"
         ),
         sent=sum(message.nbytes for call in exchange for message in call.sends),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from support.virtual_gpu.memory import Peak, Way, peak
+from support.virtual_gpu.memory import Peak, peak
 from support.virtual_gpu.races import MEMORY, Race, races
 from support.virtual_gpu.trace import (
     Event,
@@ -58,43 +58,31 @@ class Recording:
         return events[starts[-1] :] if starts else events
 
     @property
-    def launches(self) -> int:
-        """Kernels and collectives launched in the last step."""
-        return sum(self.launches_by_phase.values())
-
-    @property
-    def operations(self) -> int:
+    def operations(self) -> list[Kernel | RecordedCollective]:
         """Operations and collectives of the last step; some operations launch several
         kernels.
         """
-        return len(self.collectives) + sum(
-            isinstance(event, Kernel) for event in self.step
-        )
+        kinds = (Kernel, RecordedCollective)
+        return [event for event in self.step if isinstance(event, kinds)]
 
-    @cached_property
-    def launches_by_phase(self) -> Counter[str]:
-        """Launches of the last step by phase."""
-        return self._counted(by_name=False)
+    @property
+    def launches(self) -> int:
+        """Kernels and collectives launched in the last step."""
+        return self.launches_by("phase").total()
 
-    @cached_property
-    def launches_by_name(self) -> Counter[str]:
-        """Launches of the last step by operation."""
-        return self._counted(by_name=True)
-
-    def _counted(self, by_name: bool) -> Counter[str]:
+    def launches_by(self, attribute: str) -> Counter[str]:
+        """The same by ``phase``, or by the operation's ``name``."""
         counts: Counter[str] = Counter()
-        for event in self.step:
-            if isinstance(event, (Kernel, RecordedCollective)):
-                count = event.launches if isinstance(event, Kernel) else 1
-                counts[event.name if by_name else event.phase] += count
+        for each in self.operations:
+            counts[getattr(each, attribute)] += getattr(each, "launches", 1)
         return counts
 
-    @cached_property
+    @property
     def host_syncs(self) -> list[HostSync]:
         """Where the host waited in the last step."""
         return [event for event in self.step if isinstance(event, HostSync)]
 
-    @cached_property
+    @property
     def collectives(self) -> list[RecordedCollective]:
         """The last step's collectives, in order."""
         return [event for event in self.step if isinstance(event, RecordedCollective)]
@@ -108,10 +96,6 @@ class Recording:
     def peak_bytes(self) -> int:
         """Most bytes in the last step above those at its start."""
         return self.peak.over_state
-
-    def peak_bytes_if(self, way: Way) -> int:
-        """The same, if the allocator takes memory back in another way."""
-        return peak(self.trace, way).over_state
 
     @cached_property
     def races(self) -> list[Race]:

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # as the tests' conftest does
     sys.path[:0] = [str(_tests.parent), str(_tests), str(_tests / "python311")]
     import typing_override  # noqa: F401
 
-from support.virtual_gpu.memory import Way
+from support.virtual_gpu.memory import Way, peak
 from support.virtual_gpu.plans import MODELS, Model, plans_of
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.step import record_step
@@ -43,20 +43,15 @@ class ReportRow:
     matrices: int  # that the rank orthogonalizes
     recordings: tuple[Recording, ...]  # dense and experts'
 
-    def total(self, name: str) -> int:
-        """Of all recordings."""
-        return sum(getattr(recording, name) for recording in self.recordings)
-
     @property
-    def host_syncs(self) -> int:
-        return sum(len(recording.host_syncs) for recording in self.recordings)
+    def launches(self) -> int:
+        return sum(recording.launches for recording in self.recordings)
 
-    @property
-    def peak_bytes(self) -> int:
-        return max(recording.peak_bytes for recording in self.recordings)
-
-    def peak_bytes_if(self, way: Way) -> int:
-        return max(recording.peak_bytes_if(way) for recording in self.recordings)
+    def peak_bytes(self, way: Way = "wait") -> int:
+        """As ``memory.peak`` has them if the allocator takes memory back in that
+        way.
+        """
+        return max(peak(each.trace, way).over_state for each in self.recordings)
 
 
 def row_of(model: Model, **settings: object) -> ReportRow:
@@ -81,8 +76,8 @@ def main(words: Sequence[str]) -> None:
     for model in MODELS:
         if not words or any(word.lower() in model.name.lower() for word in words):
             row = row_of(model, **settings)
-            peak = f"{row.peak_bytes / MIB:,.0f}"
-            print(f"| {model.name} | {row.total('launches'):,} | {peak} |", flush=True)
+            mib = f"{row.peak_bytes() / MIB:,.0f}"
+            print(f"| {model.name} | {row.launches:,} | {mib} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ from support.virtual_gpu.trace import StepStart, Trace
 
 
 @contextmanager
-def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
+def virtual_gpu() -> Iterator[Gpu]:
     """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
 
-    The host reads ``scalar`` from every tensor. It has triton, installed here or not: a
+    The host reads 0 from every tensor. It has triton, installed here or not: a
     fused kernel is one operation, which is recorded and not run.
     ``MuonConfig.elementwise`` says whether a step has them. It has no quack-kernels.
     """
-    gpu = Gpu(scalar)
+    gpu = Gpu()
     with ExitStack() as stack:
         stack.enter_context(without_driver())
         stack.enter_context(replaced(triton_operations, has_triton=lambda: True))
@@ -76,11 +76,9 @@ def record_step(
     config: MuonConfig,
     *,
     steps: int = 1,
-    adamw: int = 0,
     hosted: Mapping[str, Any] | None = None,
 ) -> Recording:
-    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no
-    memory.
+    """The work of ``rank`` in steps of Muon, without AdamW's part.
 
     With ``hosted``, settings of Megatron's OptimizerConfig, the state is on the host.
     """
@@ -92,7 +90,7 @@ def record_step(
             states = _on_host(muon, hosted)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
-            muon.step(groups, states, lambda: gpu.launch("adamw", [], [], adamw))
+            muon.step(groups, states, lambda: None)
 
     return record(rank, plan.size, program)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.virtual_gpu.memory import Way
+from support.virtual_gpu.memory import Way, peak
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.stage import check_stage
 from support.virtual_gpu.step import record
@@ -76,7 +76,7 @@ def test_torch_keeps_a_message_in_its_own_memory_until_the_gpu_is_done(
         new().zero_()
 
     recording = alone(program, 0, 2)
-    blocks = [recording.peak_bytes_if(way) // (4 * N) for way in get_args(Way)]
+    blocks = [peak(recording.trace, way).over_state // (4 * N) for way in get_args(Way)]
     assert blocks == [2, 2 if is_foreign else 3, 3]
 
 
@@ -160,7 +160,7 @@ def test_an_operation_launches_what_cuda_would(
         call(x, m)
 
     recording = alone(program)
-    casts = recording.launches_by_name["_to_copy"]
+    casts = recording.launches_by("name")["_to_copy"]
     assert recording.launches - casts == count
 
 

@@ -24,7 +24,7 @@ _REFUSED = """
     all_to_all all_to_all_single broadcast gather scatter reduce reduce_scatter
     gather_object broadcast_object_list scatter_object_list all_gather_coalesced
     monitored_barrier all_reduce_coalesced send_object_list recv_object_list
-    batch_send_recv
+    batch_send_recv send recv
 """.split()
 
 
@@ -50,11 +50,7 @@ class VirtualNccl(Launcher):
         group: Any = None,
         async_op: bool = False,
     ) -> Handle | None:
-        size = dist.get_world_size(group)
-        if output_tensor.numel() != size * input_tensor.numel():
-            raise ValueError(
-                f"{output_tensor.numel()} is not {size} x {input_tensor.numel()}"
-            )
+        _check_sizes(output_tensor, input_tensor, group)
         agreed = ("all_gather", input_tensor.dtype, input_tensor.numel())
         return self.run(_part(agreed, [input_tensor], [output_tensor]), group, async_op)
 
@@ -76,9 +72,7 @@ class VirtualNccl(Launcher):
         group: Any = None,
         async_op: bool = False,
     ) -> Handle | None:
-        size = dist.get_world_size(group)
-        if input.numel() != size * output.numel():
-            raise ValueError(f"{input.numel()} is not {size} x {output.numel()}")
+        _check_sizes(input, output, group)
         agreed = ("reduce_scatter", input.dtype, input.numel(), str(op))
         return self.run(_part(agreed, [input], [output]), group, async_op)
 
@@ -112,10 +106,9 @@ class VirtualNccl(Launcher):
         tag: int = 0,
         group_dst: int | None = None,
     ) -> Handle | None:
-        peer = _in_group(group, dst, group_dst)
-        message = _message(peer, tensor)
+        message = _message(_in_group(group, dst, group_dst), tensor)
         part = Operation("send", [tensor], [], (), sends=(message,))
-        return self.run(part, group, True, peer)
+        return self.run(part, group, True, message.peer)
 
     def irecv(
         self,
@@ -125,20 +118,9 @@ class VirtualNccl(Launcher):
         tag: int = 0,
         group_src: int | None = None,
     ) -> Handle | None:
-        peer = _in_group(group, src, group_src)
-        message = _message(peer, tensor)
+        message = _message(_in_group(group, src, group_src), tensor)
         part = Operation("recv", [], [tensor], (), receives=(message,))
-        return self.run(part, group, True, peer)
-
-    def send(self, *args: Any, **kwargs: Any) -> None:
-        work = self.isend(*args, **kwargs)
-        if work is not None:
-            work.wait()
-
-    def recv(self, *args: Any, **kwargs: Any) -> None:
-        work = self.irecv(*args, **kwargs)
-        if work is not None:
-            work.wait()
+        return self.run(part, group, True, message.peer)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Handle]:
         """One launch on the group's stream."""
@@ -159,15 +141,13 @@ class VirtualNccl(Launcher):
         """Replace torch.distributed's functions by these, also where a module imported
         one.
         """
-        changes: dict[int, Any] = {}
-        for name in _FUNCTIONS:
-            original = getattr(distributed_c10d, name, None)
-            if original is not None:
-                changes[id(original)] = getattr(self, name)
-        for name in _REFUSED:
-            original = getattr(distributed_c10d, name, None)
-            if original is not None:
-                changes[id(original)] = _refusing(name)
+        functions = {name: getattr(self, name) for name in _FUNCTIONS}
+        functions |= {name: _refusing(name) for name in _REFUSED}
+        changes = {
+            id(getattr(distributed_c10d, name)): function
+            for name, function in functions.items()
+            if hasattr(distributed_c10d, name)  # releases lack some
+        }
         kept = list(_rebind(changes))
         try:
             yield
@@ -179,7 +159,7 @@ class VirtualNccl(Launcher):
 _FUNCTIONS = """
     _coalescing_manager all_reduce all_gather_into_tensor _all_gather_base
     _reduce_scatter_base all_gather reduce_scatter_tensor barrier all_gather_object
-    isend irecv send recv batch_isend_irecv all_gather_single reduce_scatter_single
+    isend irecv batch_isend_irecv all_gather_single reduce_scatter_single
 """.split()
 # older and newer names of the same
 for _name in ("_all_gather_base", "all_gather_single"):
@@ -215,6 +195,12 @@ def _part(
     agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]
 ) -> Operation:
     return Operation(str(agreed[0]), list(reads), list(writes), agreed)
+
+
+def _check_sizes(large: Tensor, small: Tensor, group: Any) -> None:
+    size = dist.get_world_size(group)
+    if large.numel() != size * small.numel():
+        raise ValueError(f"{large.numel()} is not {size} x {small.numel()}")
 
 
 def _message(peer: int, tensor: Any) -> RecordedMessage:

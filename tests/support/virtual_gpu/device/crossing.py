@@ -23,60 +23,56 @@ def without_pinning(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if k != "pin_memory"} if kwargs else kwargs
 
 
-def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     (tensor,) = args
     if not isinstance(tensor, VirtualTensor):
-        return False, None
+        return NotImplemented
     gpu.launch("copy to host", [tensor], [])
     gpu.synchronize("item", gpu.stream)
-    if tensor.dtype == torch.bool:
-        return True, bool(gpu.scalar)
-    return True, float(gpu.scalar) if tensor.dtype.is_floating_point else int(
-        gpu.scalar
-    )
+    return torch.zeros((), dtype=tensor.dtype).item()
 
 
-def _equal(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _equal(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [x for x in args if isinstance(x, VirtualTensor)]
     if not tensors:
-        return False, None
+        return NotImplemented
     gpu.launch("equal", tensors, [])
     gpu.synchronize("equal", gpu.stream)
-    return True, True
+    return True
 
 
-def _to_copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _to_copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     (tensor,), device = args, kwargs.get("device")
     there = isinstance(tensor, VirtualTensor)
     if device is None or (device.type == "cuda") is there:
-        return False, None
+        return NotImplemented
     dtype = kwargs.get("dtype") or tensor.dtype
     if there:
         gpu.launch("copy to host", [tensor], [])
         if not kwargs.get("non_blocking"):  # for that torch takes pinned memory
             gpu.synchronize("cpu", gpu.stream)
-        return True, torch.zeros(tensor.shape, dtype=dtype)
+        return torch.zeros(tensor.shape, dtype=dtype)
     made = gpu.allocate(
         torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
     )
     _copied_from_host(gpu, made, tensor, bool(kwargs.get("non_blocking")))
-    return True, made
+    return made
 
 
-def _copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     target, source, *rest = args
     there = isinstance(target, VirtualTensor)
     here = isinstance(source, VirtualTensor)
     if there is here:
-        return False, None
+        return NotImplemented
     free = bool(rest[0] if rest else kwargs.get("non_blocking"))
     if there:
         _copied_from_host(gpu, target, source, free)
-        return True, target
+        return target
     gpu.launch("copy to host", [source], [])
     if not (free and is_pinned(target)):
         gpu.synchronize("copy to host", gpu.stream)
-    return True, target.zero_()
+    return target.zero_()
 
 
 def _copied_from_host(
@@ -102,9 +98,9 @@ def is_pinned(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_virtually_pinned", False))
 
 
-# Each takes the GPU, the operation and its arguments, and says whether it has done it
-# all.
-CROSSINGS: dict[str, Callable[[Any, Any, Any, Any], tuple[bool, Any]]] = {
+# Each takes the GPU, the operation and its arguments; its result is ``NotImplemented``
+# where it leaves the operation to others.
+CROSSINGS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "_local_scalar_dense": _read_scalar,
     "equal": _equal,
     "_to_copy": _to_copy,

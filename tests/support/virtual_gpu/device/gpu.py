@@ -68,13 +68,10 @@ _results: dict[Any, Any] = {}  # shapes of results, by operation and arguments
 class Gpu(TorchDispatchMode):
     """One virtual GPU; within ``with`` it is the process's only ``cuda`` device."""
 
-    def __init__(self, scalar: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.trace = Trace()  # everything that happens
         self.stream = MAIN  # the current stream's name
-        self.scalar = (
-            scalar  # what ``item`` and its like give, converted to the tensor's dtype
-        )
         self._blocks = 0
         self._call: str | None = None
 
@@ -144,8 +141,8 @@ class Gpu(TorchDispatchMode):
             kind = _kinds[func] = _kind(func)
         special = _SPECIAL.get(kind.name)
         if special is not None:
-            done, result = special(self, func, args, kwargs)
-            if done:
+            result = special(self, func, args, kwargs)
+            if result is not NotImplemented:
                 return result
         inputs: list[VirtualTensor] = []
         inner = [_inner(x, inputs) for x in args]
@@ -276,14 +273,14 @@ def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _phase_enter(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _phase_enter(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     gpu.trace.enter(args[0])
-    return False, None
+    return NotImplemented
 
 
-def _phase_exit(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _phase_exit(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     gpu.trace.leave()
-    return False, None
+    return NotImplemented
 
 
 _SPECIAL = {

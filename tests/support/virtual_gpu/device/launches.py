@@ -15,19 +15,12 @@ from torch import Tensor
 
 # Operations that touch no memory of the GPU, beyond views; in its deterministic mode
 # torch fills what it has not written.
-EMPTY = frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-)
-FREE = frozenset(
-    {
-        *EMPTY,
-        "_unsafe_view",
-        "is_pinned",
-        "is_same_size",
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-    }
+EMPTY = "empty empty_like new_empty empty_strided new_empty_strided".split()
+FREE = (
+    """
+    _unsafe_view is_pinned is_same_size sym_size sym_stride sym_numel
+""".split()
+    + EMPTY
 )
 # C = beta·D + alpha·A@B into a new C: D is copied into it, then the product is added.
 _HAS_TERM = {"addmm", "baddbmm", "addbmm", "addmv"}

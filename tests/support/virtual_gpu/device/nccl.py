@@ -55,11 +55,6 @@ class Handle:
         self._gpu.trace.events.append(WorkWait(self._number, self._gpu.stream))
         return True
 
-    synchronize = wait
-
-    def is_completed(self) -> bool:
-        return False
-
 
 @dataclass(slots=True)
 class Coalescing:
@@ -68,9 +63,6 @@ class Coalescing:
     """
 
     works: list[Handle] = field(default_factory=list)
-
-    def append(self, work: Handle) -> None:
-        self.works.append(work)
 
     def wait(self) -> None:
         for work in self.works:
@@ -166,7 +158,7 @@ class Launcher:
             work = self.launch(parts, group, bool(async_ops))
             parts.clear()  # its tensors are the caller's again
             if work is not None:
-                manager.append(work)
+                manager.works.append(work)
 
 
 def _named(group: Any) -> Group:
