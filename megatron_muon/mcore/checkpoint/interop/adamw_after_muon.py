@@ -29,7 +29,7 @@ from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.param_groups import Settings, config_of
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.host import process_groups
-from megatron_muon.mcore.host.process_groups import Sizes, local_experts
+from megatron_muon.mcore.host.process_groups import group_sizes, local_experts
 from megatron_muon.mcore.host.shards import (
     device_of,
     owned_shards,
@@ -217,7 +217,7 @@ def _turn_into_readers(
             _muons=_muons(part, config),
             states=states,
             init_state_fn=init_state_of(part.init_state_fn, states, None),
-            local_experts=local_experts(chunks, _sizes().ep),
+            local_experts=local_experts(chunks, group_sizes(chunks[0], None).ep),
             ep_rank=parallel_state.get_expert_model_parallel_rank(),
         )
 
@@ -272,13 +272,6 @@ def _steps_taken(part: Any) -> int:
 
 def _muons(part: Any, config: MuonConfig) -> set[Parameter]:
     """The parameters that Muon with these settings would update."""
-    every = weights(part.model_chunks, _sizes())
+    chunks = part.model_chunks
+    every = weights(chunks, group_sizes(chunks[0], None))
     return {weight.param for weight in every if why_adamw(weight, config) is None}
-
-
-def _sizes() -> Sizes:
-    return Sizes(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
-        ep=parallel_state.get_expert_model_parallel_world_size(),
-    )
