@@ -55,6 +55,13 @@ class Cost:
         return Cost(self.seconds * count, self.launches * count, self.host * count)
 
 
+def is_fused(numerics: Numerics) -> bool:
+    """Whether momentum and update are the fused kernels, as if triton were
+    installed.
+    """
+    return numerics.on_gpu and numerics.config.elementwise == "auto"
+
+
 def stream(hardware: Hardware, nbytes: float, launches: int = 1) -> Cost:
     """The cost of kernels that together read and write ``nbytes``."""
     seconds = nbytes / hardware.memory + launches * hardware.kernel_us * MICRO

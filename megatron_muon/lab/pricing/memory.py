@@ -40,28 +40,25 @@ def at_rest(
 
     They are those on the device, or with ``host`` the others.
     """
-    kinds = []
-    every = [(one.muon, one.elements, one.lines) for one in optimizers]
-    for rank in range(len(every[0][0])):
-        main = momentum = moments = 0
-        for one, (muon, elements, lines) in zip(optimizers, every, strict=True):
-            held, muons = one.held, muon[rank] * with_muon
-            wide, both = held.of_adamw
-            part = held.on_host if host else 1 - held.on_host
-            adamws = elements[rank] - muons
-            main += int(part * (muons * held.main + adamws * wide)) * one.has_main
-            momentum += int(part * muons * held.momentum)
-            if with_muon and not host:
-                momentum += held.of_rule * lines[rank]
-            moments += int(part * adamws * both)
-        whole = [
-            sum(each) * (not host)
-            for each in zip(
-                *((one.parameters, one.gradients) for one in optimizers), strict=True
-            )
-        ]
-        kinds.append(dict(zip(KINDS, (*whole, main, momentum, moments), strict=True)))
-    return kinds
+    ranks = [dict.fromkeys(KINDS, 0) for _ in range(optimizers[0].plan.size)]
+    for one in optimizers:
+        held = one.held
+        wide, both = held.of_adamw
+        part = held.on_host if host else 1 - held.on_host
+        for kinds, muon, elements, lines in zip(
+            ranks, one.muon, one.elements, one.lines, strict=True
+        ):
+            muons = muon * with_muon
+            adamws = elements - muons
+            main = int(part * (muons * held.main + adamws * wide))
+            kinds[MAIN] += main * one.has_main
+            kinds[MOMENTUM] += int(part * muons * held.momentum)
+            kinds[MOMENTS] += int(part * adamws * both)
+            if not host:
+                kinds[PARAMETERS] += one.parameters
+                kinds[GRADIENTS] += one.gradients
+                kinds[MOMENTUM] += held.of_rule * lines * with_muon
+    return ranks
 
 
 def peaks(
@@ -82,18 +79,14 @@ def peaks(
     numerics = Numerics(config, device)
     sized = [_sized(plan, numerics, held) for plan in plans]
     each = (held.first + held.main) * (held.on_host > 0)
-    here = [each * sum(sorted(works)[-2:]) for works in zip(*_held(plans), strict=True)]
+    elements = [work.held for plan in plans for work in rounds_of(plan)]
+    here = [each * sum(sorted(works)[-2:]) for works in zip(*elements, strict=True)]
     events = list(step_events([len(plan.rounds) for plan in plans]))
     found = []
     for rank in range(plans[0].size if plans else 0):
         of_rank = [[sizes[rank] for sizes in rounds] for rounds in sized]
         found.append(_peak(of_rank, events) + here[rank])
     return found
-
-
-def _held(plans: Sequence[ExchangePlan]) -> list[list[int]]:
-    """Elements of each rank, by round."""
-    return [work.held for plan in plans for work in rounds_of(plan)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +133,11 @@ def _of_round(
     out, back = _ends(work.scatter, plan.size)
     return [
         _Sizes(
-            numbers=sums.scratch_before(work.slices[rank], numerics),
+            numbers=sums.scratch("gather", work.slices[rank], numerics),
             travels=sums.asks(numerics)
             or any((sent[rank], received[rank], out[rank], back[rank])),
-            kept=(kept := work.kept[rank] * plan.itemsize),
-            staged=kept + work.arriving[rank] * plan.itemsize,
+            kept=(kept := sum(work.kept[rank]) * plan.itemsize),
+            staged=kept + sum(work.arriving[rank]) * plan.itemsize,
             in_place=work.in_place(rank),
             sent=sent[rank],
             received=received[rank],
@@ -152,20 +145,16 @@ def _of_round(
             back=back[rank],
             scratch=scratches[rank],
             momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, numerics)
-            + work.held[rank] * _FP32 * (held.momentum < _FP32)
+            + elements * _FP32 * (held.momentum < _FP32)
             + packs[rank],
-            update=_of_update(work, rank, numerics)
-            + work.held[rank] * _FP32 * (held.main < _FP32),
+            update=(
+                sums.scratch("scatter", work.slices[rank], numerics)
+                or scratch.of_update(elements, numerics)
+            )
+            + elements * _FP32 * (held.main < _FP32),
         )
-        for rank in range(plan.size)
+        for rank, elements in enumerate(work.held)
     ]
-
-
-def _of_update(work: RoundWork, rank: int, numerics: Numerics) -> int:
-    of_rule = sums.scratch_after(work.slices[rank], numerics)
-    if of_rule is None:
-        return scratch.of_update(work.held[rank], numerics)
-    return of_rule
 
 
 def _ends(pairs: Pairs, size: int) -> tuple[list[int], list[int]]:

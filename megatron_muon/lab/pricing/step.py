@@ -12,7 +12,7 @@ gather.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from megatron_muon.lab.pricing.kernels import (
     Cost,
     batches,
     foreach,
+    is_fused,
     newton_schulz,
     stream,
 )
@@ -32,6 +33,7 @@ from megatron_muon.lab.pricing.work import (
     Optimizer,
     RoundWork,
     Shared,
+    Slices,
     rounds_of,
     total,
 )
@@ -178,7 +180,7 @@ class _Steps:
         self._rounds = rounds_of(optimizer.plan)
         self._arrivals: list[Mapping[int, float]] = [{} for _ in self._rounds]
         self._scratch = scratch_limit(optimizer.plan.matrices)
-        self._fused = numerics.on_gpu and self._config.elementwise == "auto"
+        self._fused = is_fused(numerics)
         self._itemsize = optimizer.plan.itemsize
 
     def run(self, event: Event) -> None:
@@ -199,12 +201,12 @@ class _Steps:
                     self._arrivals[number] = streams.exchange(work.gather)
             case "assemble":
                 streams.wait(self._arrivals[number])
-                copied = partial(self._copied, work, work.arriving, work.arrivals)
+                copied = partial(self._copied, work, work.arriving)
                 streams.run(STAGING, copied, ranks)
             case "orthogonalize":
                 streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work), ranks)
             case "scatter":
-                copied = partial(self._copied, work, work.leaving, work.departures)
+                copied = partial(self._copied, work, work.leaving)
                 streams.run(STAGING, copied, ranks)
                 self._arrivals[number] = streams.exchange(work.scatter)
             case "update":
@@ -213,10 +215,10 @@ class _Steps:
                 streams.run(UPDATE, partial(self._updated, work), ranks)
 
     def _momentum(self, work: RoundWork, rank: int) -> Cost:
-        elements, pieces = work.held[rank], work.pieces[rank]
+        elements, pieces = sum(work.slices[rank]), work.pieces[rank]
         if not elements:
             return Cost()
-        packed = self._summed(sums.before_gather, work, rank)
+        packed = self._summed("gather", work, rank)
         if self._config.momentum_dtype == "int8":
             nbytes, launches = _PACKED
             packed += stream(self._hardware, elements * nbytes, launches * pieces)
@@ -230,8 +232,8 @@ class _Steps:
         return cost + stream(self._hardware, 0, _FLAGS)
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:
-        elements, pieces = work.held[rank], work.pieces[rank]
-        cost = self._summed(sums.after_scatter, work, rank)
+        elements, pieces = sum(work.slices[rank]), work.pieces[rank]
+        cost = self._summed("scatter", work, rank)
         if self._fused:
             return cost + self._in_one(elements, *_FUSED_UPDATE)
         nbytes, operations = _UPDATE
@@ -239,10 +241,10 @@ class _Steps:
             self._hardware, elements, pieces, nbytes + self._itemsize, operations
         )
 
-    def _summed(self, cost_of: Callable[..., Cost], work: RoundWork, rank: int) -> Cost:
-        """The cost of the sums that a rule asks for at one of two points."""
-        size = self._optimizer.plan.size
-        return cost_of(self._hardware, work.slices[rank], size, self._numerics)
+    def _summed(self, point: sums.Point, work: RoundWork, rank: int) -> Cost:
+        """The cost of the sums that a rule asks for at a point."""
+        slices = work.slices[rank]
+        return sums.cost(point, self._hardware, slices, work.size, self._numerics)
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
         """The cost of one kernel over a rank's elements, with what is beside it."""
@@ -250,20 +252,14 @@ class _Steps:
             return Cost()
         return stream(self._hardware, elements * (nbytes + self._itemsize), launches)
 
-    def _copied(
-        self,
-        work: RoundWork,
-        travels: Sequence[int],
-        segments: Sequence[int],
-        rank: int,
-    ) -> Cost:
+    def _copied(self, work: RoundWork, travels: Slices, rank: int) -> Cost:
         """The cost of a copy of what travels, and of what is kept if it does not stay
         in place.
         """
-        elements, tensors = travels[rank], segments[rank]
-        if elements and not work.in_place(rank):
-            elements, tensors = elements + work.kept[rank], tensors + work.keeps[rank]
-        return foreach(self._hardware, elements, tensors, 2 * self._itemsize)
+        slices = travels[rank]
+        if slices and not work.in_place(rank):
+            slices = slices + work.kept[rank]
+        return foreach(self._hardware, sum(slices), len(slices), 2 * self._itemsize)
 
     def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:
         cost = Cost()

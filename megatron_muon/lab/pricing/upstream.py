@@ -175,40 +175,50 @@ def _matrix(
     """The part of each TP rank in a matrix."""
     tp_size, dim = len(parameter.blocks), parameter.partition_dim
     rows, cols = matrix.rows, matrix.cols
-    whole = tp_size == 1 or dim is None
-    if mode == "blockwise" and not whole:
-        rows, cols = (rows // tp_size, cols) if dim == 0 else (rows, cols // tp_size)
-    if mode != "distributed" or whole:
-        cost = newton_schulz(hardware, max(1, rows), max(1, cols), 1, numerics)
-        flops = ns_flops(max(1, rows), max(1, cols), numerics)
-        if whole or mode == "blockwise":
-            return LayerWise(cost.seconds, 0.0, cost.launches, flops)
-        sent = matrix.numel * _FP32 * (tp_size - 1) // tp_size
-        gather = _collective(hardware, sent)
+    sent = 0
+    travel = Cost()
+    if tp_size > 1 and dim is not None:
+        if mode == "distributed":
+            square, cut = (cols, rows) if dim == 0 else (rows, cols)
+            return _sliced(square, max(1, cut // tp_size), tp_size, numerics, hardware)
+        if mode == "blockwise":
+            rows //= tp_size if dim == 0 else 1
+            cols //= tp_size if dim == 1 else 1
+        else:
+            sent = matrix.numel * _FP32 * (tp_size - 1) // tp_size
+            travel = _collective(hardware, sent)
         if mode == "layer_sharded":  # there and back; their calls are the owner's
-            gather = Cost(2 * sent / hardware.node_link)
-            return LayerWise(
-                cost.seconds + gather.seconds,
-                gather.seconds,
-                cost.launches,
-                flops,
-                2 * sent,
-            )
-        cost += gather
-        return LayerWise(cost.seconds, gather.seconds, cost.launches, flops, sent, 1)
-    square, cut = (cols, rows) if dim == 0 else (rows, cols)
-    local = max(1, cut // tp_size)
+            sent *= 2
+            travel = Cost(sent / hardware.node_link)
+    shape = max(1, rows), max(1, cols)
+    cost = newton_schulz(hardware, *shape, 1, numerics)
+    return _in_all(cost, travel, ns_flops(*shape, numerics), sent)
+
+
+def _sliced(
+    square: int, long: int, tp_size: int, numerics: Numerics, hardware: Hardware
+) -> LayerWise:
+    """The part of each TP rank in a matrix of which each has a slice ``(square,
+    long)``.
+    """
     steps = len(numerics.steps)
     sent = 2 * (tp_size - 1) * square * square * _BF16 // tp_size
-    reduce = _collective(hardware, sent).times(steps)
-    cost = sliced_steps(hardware, square, local, numerics) + reduce
     squares = [
-        symmetric_flops(square, inner, numerics.device) for inner in (local, square)
+        symmetric_flops(square, inner, numerics.device) for inner in (long, square)
     ]
-    flops = steps * (sum(squares) + 2 * square * square * local)
-    return LayerWise(
-        cost.seconds, reduce.seconds, cost.launches, flops, steps * sent, steps
+    return _in_all(
+        sliced_steps(hardware, square, long, numerics),
+        _collective(hardware, sent).times(steps),
+        steps * (sum(squares) + 2 * square * square * long),
+        steps * sent,
     )
+
+
+def _in_all(cost: Cost, travel: Cost, flops: int, sent: int) -> LayerWise:
+    """Work on a matrix, and the collectives for it."""
+    launches = cost.launches + travel.launches
+    seconds = cost.seconds + travel.seconds
+    return LayerWise(seconds, travel.seconds, launches, flops, sent, travel.launches)
 
 
 def _collective(hardware: Hardware, nbytes: float) -> Cost:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.planning.plan import ExchangePlan
@@ -14,6 +15,7 @@ from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.patterns import AT_HOMES, only
 
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
+Slices = dict[int, list[int]]
 
 
 class StateBytes(NamedTuple):
@@ -124,79 +126,69 @@ class Layout(NamedTuple):
         return Layout(*matrix.unit, *columns, shared, own)
 
 
-@dataclass(frozen=True, slots=True)
 class RoundWork:
-    """One round; lists are by rank, and count elements or, where they say so,
-    segments.
+    """One round, of ``size`` ranks; all else is by rank.
+
+    Attributes:
+        slices: elements of each slice that the rank holds.
+        kept: those of them that are at home where they are.
+        arriving, leaving: elements of each slice that it receives as a home, and of
+            each slice of results that it sends as one.
+        pieces: number of parameters that it holds slices of.
+        layouts: number of matrices of each layout that it orthogonalizes.
+        gather, scatter: bytes by pair of ranks.
     """
 
-    held: list[int]  # held, pieces: elements and number of the rank's pieces
-    pieces: list[int]
-    slices: list[list[int]]  # elements of each of the rank's slices
-    # arriving, arrivals: elements and segments that the rank receives as a home
-    arriving: list[int]
-    arrivals: list[int]
-    kept: list[int]  # kept, keeps: those of its matrices that it holds itself
-    keeps: list[int]
-    # leaving, departures: those of results that it sends as a home
-    leaving: list[int]
-    departures: list[int]
-    # number of matrices of each layout that it orthogonalizes
-    layouts: list[Counter[Layout]]
-    # gather, scatter: bytes by pair of ranks
-    gather: Pairs = field(default_factory=lambda: defaultdict(int))
-    scatter: Pairs = field(default_factory=lambda: defaultdict(int))
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slices: Slices = defaultdict(list)
+        self.kept: Slices = defaultdict(list)
+        self.arriving: Slices = defaultdict(list)
+        self.leaving: Slices = defaultdict(list)
+        self.pieces = Counter[int]()
+        self.layouts: dict[int, Counter[Layout]] = defaultdict(Counter)
+        self.gather: Pairs = defaultdict(int)
+        self.scatter: Pairs = defaultdict(int)
 
-    @classmethod
-    def idle(cls, size: int) -> RoundWork:
-        own = [[0] * size for _ in range(8)]
-        slices: list[list[int]] = [[] for _ in range(size)]
-        layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
-        kept = own[4], own[5]
-        leaving = own[6], own[7]
-        return cls(own[0], own[1], slices, own[2], own[3], *kept, *leaving, layouts)
+    @property
+    def held(self) -> list[int]:
+        """Elements that each rank holds."""
+        return [sum(self.slices[rank]) for rank in range(self.size)]
 
     def ranks(self, travels: bool | None = None, *, asks: bool = False) -> list[int]:
         """All ranks; or those that have a message in the round, or those without.
 
         Where a rule ``asks`` for sums, each has one.
         """
-        every = range(len(self.held))
+        every = range(self.size)
         if travels is None:
             return list(every)
-        ends = {rank for pair in (*self.gather, *self.scatter) for rank in pair}
-        if asks:
-            ends = set(every)
+        ends = set(every if asks else itertools.chain(*self.gather, *self.scatter))
         return [rank for rank in every if (rank in ends) == travels]
 
     def in_place(self, rank: int) -> bool:
         """Whether what the rank holds of its matrices stays where it is written."""
-        return stays_in_place(self.kept[rank], self.arriving[rank], self.leaving[rank])
+        moved = self.kept[rank], self.arriving[rank], self.leaving[rank]
+        return stays_in_place(*map(sum, moved))
 
 
 def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
     """Every round of a plan, for all ranks in one pass over its segments."""
-    rounds = [RoundWork.idle(plan.size) for _ in plan.rounds]
+    rounds = [RoundWork(plan.size) for _ in plan.rounds]
     round_of = {index: rounds[number] for index, number in plan.round_of().items()}
-    pieces_seen: set[tuple[int, int]] = set()
+    for parameter, rank in {(part.parameter, part.rank) for part in plan.slices}:
+        round_of[parameter].pieces[rank] += 1
     for segment in plan.slices:
         work, elements = round_of[segment.parameter], segment.elements.size
         rank, home = segment.rank, plan.matrices[segment.matrix].home
-        work.held[rank] += elements
         work.slices[rank].append(elements)
-        if (segment.parameter, rank) not in pieces_seen:
-            pieces_seen.add((segment.parameter, rank))
-            work.pieces[rank] += 1
         if home == rank:
-            work.kept[home] += elements
-            work.keeps[home] += 1
+            work.kept[home].append(elements)
             continue
-        work.leaving[home] += elements
-        work.departures[home] += 1
+        work.leaving[home].append(elements)
         work.scatter[home, rank] += elements * plan.itemsize
         if not segment.replica:
-            work.arriving[home] += elements
-            work.arrivals[home] += 1
+            work.arriving[home].append(elements)
     for (number, rank, home), elements in plan.gathered_elements().items():
         rounds[number].gather[rank, home] = elements * plan.itemsize
     for matrix in plan.matrices:
