@@ -44,13 +44,13 @@ class Call:
     ``elements`` are those of the whole buffer: an all-gather's output, a
     reduce-scatter's input. ``external`` is the number that an operator and its kernels
     share. ``place`` is the annotation that it was started in, or its group's
-    description. What a trace does not tell is "", 0 or None.
+    description. What a trace does not tell is "" or 0.
     """
 
     operation: str
     at: Interval
     thread: str
-    external: int
+    external: str
     dtype: str
     elements: float
     place: str
@@ -70,27 +70,24 @@ class Call:
 
 def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
     """The call of an event; an error for a wrong count or shape."""
-    dims = args.get("Input Dims")
-    types = args.get("Input type")
+    dims = args.get("Input Dims", [])
+    types = args.get("Input type", [])
     if "In msg nelems" in args:
         dims = [args["In msg nelems"], args.get("Out msg nelems", 0)]
         types = [args.get("dtype")]
-    sizes = map(_elements, dims) if isinstance(dims, list) else ()
-    elements = max(sizes, default=0.0)
+    elements = max(map(_elements, dims), default=0.0)
     if not 0 <= elements <= _MOST:
         raise ValueError(f"{elements} is no number of elements")
-    dtypes = map(_dtype, types) if isinstance(types, list) else ()
-    external = args.get("External id")
-    group = args.get("Process Group Description")
+    group = str(args.get("Process Group Description", ""))
     return Call(
         # NCCL's kernels may be called Generic, or do several operations
         operation=_operation(str(args.get("Collective name", ""))) or _operation(name),
         at=at,
         thread=thread,
-        external=external if isinstance(external, int) else 0,
-        dtype=next(filter(None, dtypes), ""),
+        external=str(args.get("External id", ""))[:40],
+        dtype=next(filter(None, map(_dtype, types)), ""),
         elements=elements,
-        place=printable(group[:80]) if isinstance(group, str) else "",
+        place=printable(group[:80]),
     )
 
 

@@ -7,18 +7,18 @@ between two operators.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from megatron_muon.lab.trace.collectives import Call
 from megatron_muon.lab.trace.events import TraceError, files_of
 from megatron_muon.lab.trace.rank_trace import RankTrace
-from megatron_muon.lab.trace.spans import Edges, common, length, union
+from megatron_muon.lab.trace.spans import common, length, union
 
 _SUMS = ["count", "ms", "exposed_ms", "bytes"]
 
@@ -51,10 +51,8 @@ def read_run(path: Path, name: str) -> Run:
             raise TraceError(
                 f"{file}: {other}: give one run's folder, or each file by itself"
             )
-        steps = union(trace.steps)
-        compute = common(trace.compute, steps)
-        ranks[rank] = {"file": file.name, **_times(trace, steps, compute)}
-        kinds += _kinds(trace, steps, compute)
+        ranks[rank] = {"file": file.name, **_times(trace)}
+        kinds += _kinds(trace)
     groups = pd.DataFrame(kinds, columns=["name", *_SUMS]).groupby("name")
     means = groups.agg(lambda each: each.sum(skipna=False)) / len(ranks)
     means["GB/s"] = means["bytes"] / means["ms"].where(means["ms"] > 0) / 1e6
@@ -62,42 +60,41 @@ def read_run(path: Path, name: str) -> Run:
     return Run(name, by_rank, means.sort_values("ms", ascending=False))
 
 
-def _times(trace: RankTrace, steps: Edges, compute: Edges) -> dict[str, Any]:
+def _times(trace: RankTrace) -> dict[str, Any]:
     """The row of a rank: ms of its step and of the parts, as means over the steps."""
-    traffic = common(union(call.at for call in trace.calls), steps)
-    exposed = length(traffic) - length(common(traffic, compute))
+    traffic = common(union(call.at for call in trace.calls), trace.steps)
+    exposed = trace.exposed(traffic)
     times = {
-        "step": length(steps),
-        "compute": length(compute),
+        "step": length(trace.steps),
+        "compute": length(trace.compute),
         "communication": length(traffic),
         "exposed": exposed,
-        "idle": max(0.0, length(steps) - length(compute) - exposed),
+        "idle": max(0.0, trace.exposed(trace.steps) - exposed),
     }
     if len(trace.optimizer):
-        times["optimizer"] = length(common(trace.optimizer, steps))
-    number = len(trace.steps)
-    ms = {f"{part}_ms": us / 1e3 / number for part, us in times.items()}
-    return {"device": trace.device, "steps": number * trace.has_marks, **ms}
+        times["optimizer"] = length(trace.optimizer)
+    number = 1e3 * max(1, trace.marked)
+    ms = {f"{part}_ms": us / number for part, us in times.items()}
+    return {"device": trace.device, "steps": trace.marked, **ms}
 
 
-def _kinds(trace: RankTrace, steps: Edges, compute: Edges) -> Iterator[dict[str, Any]]:
+def _kinds(trace: RankTrace) -> Iterator[dict[str, Any]]:
     """The rows of a rank's kinds of collectives, as means over the steps in which they
     begin.
     """
     by_name: dict[str, list[Call]] = defaultdict(list)
-    edges = np.searchsorted(steps, [call.at[0] for call in trace.calls], "right")
-    for call, edge in zip(trace.calls, edges, strict=True):
-        if edge % 2:
+    for call in trace.calls:
+        if bisect(trace.steps, call.at[0]) % 2:
             by_name[call.name].append(call)
     for name, calls in by_name.items():
-        spans = common(union(call.at for call in calls), steps)
+        spans = common(union(call.at for call in calls), trace.steps)
         sums = {
             "count": len(calls),
             "ms": length(spans) / 1e3,
-            "exposed_ms": (length(spans) - length(common(spans, compute))) / 1e3,
+            "exposed_ms": trace.exposed(spans) / 1e3,
             "bytes": sum(call.bytes for call in calls),
         }
-        means = {key: value / len(trace.steps) for key, value in sums.items()}
+        means = {key: value / max(1, trace.marked) for key, value in sums.items()}
         yield {"name": name, **means}
 
 

@@ -62,7 +62,7 @@ def test_a_profile_has_the_marks_of_both_optimizers_and_the_bytes_that_a_rank_se
     traces = {trace.rank: trace for trace in map(RankTrace, files_of(tmp_path))}
     assert sorted(traces) == list(range(topology.world_size))
     for rank, trace in traces.items():
-        assert len(trace.steps) == 2 and trace.has_marks and len(trace.optimizer) == 4
+        assert trace.marked == 2 and len(trace.optimizer) == 4
         calls = [call for call in trace.calls if call.operation == "send"]
         exchanged = [call.bytes for call in calls if call.place.startswith("muon/")]
         assert sum(exchanged) == 2 * sent[rank]
