@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_muon.mcore.checkpoint.manifest import iteration_of
+from megatron_muon.mcore.checkpoint.manifest import iteration_of, last_complete
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.flags.namespace import is_on, parsed
+from megatron_muon.runtime.consensus import by_rank_0
 from megatron_muon.runtime.patches import Function
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands
@@ -109,13 +108,12 @@ def load_checkpoint(
     from megatron_muon.megatron_lm.rates import of_this_run
 
     # as Megatron does within its load
-    flags.finetune |= bool(
-        _by_rank_0(lambda: "yes" * _is_from_pretrained(flags, load_dir))
-    )
-    found = _by_rank_0(lambda: str(newest(flags, load_dir) or ""))
+    flags.finetune |= by_rank_0(lambda: _is_from_pretrained(flags, load_dir))
+    # ranks may see different files
+    found = by_rank_0(lambda: str(newest(flags, load_dir) or ""))
     folder = Path(found) if found else None
+    is_checked = _is_checked(flags, folder, optimizer, is_muon)
     with (
-        _checked(flags, folder, optimizer, is_muon) as is_checked,
         switching.from_other(flags, optimizer, folder, muon=is_muon) as how,
         tracker.naming(_checkpointing(), load_dir, _step(flags)),
         of_this_run(optimizer, opt_param_scheduler, override=override),
@@ -190,30 +188,18 @@ def _is_of_muon(folder: Path) -> bool:
     return False
 
 
-@contextmanager
-def _checked(
-    flags: Any, folder: Path | None, optimizer: Any, is_muon: bool
-) -> Iterator[bool]:
+def _is_checked(flags: Any, folder: Path | None, optimizer: Any, is_muon: bool) -> bool:
     """Check the checkpoint in ``folder``, if there is one, before a run that may read
-    Muon's state reads it.
-
-    Yields whether its files were compared with a manifest.
+    Muon's state reads it; whether its files were compared with a manifest.
     """
-    if folder is None:
-        yield False
-        return
-    from megatron_muon.mcore.checkpoint import seal
+    if folder is None or getattr(flags, "no_muon_checkpoint_digest", False):
+        return False
+    from megatron_muon.mcore.checkpoint.seal import check
 
-    if not is_muon:
-        if not getattr(flags, "no_muon_checkpoint_digest", False):
-            seal.check_files(folder)
-        yield False
-        return
-    loads_state = not (flags.finetune or flags.no_load_optim)
-    own = getattr(optimizer, "record", None) if loads_state else None
-    has_manifest = seal.check(str(folder), own)
-    with seal.checked(str(folder)):
-        yield has_manifest
+    loads_state = is_muon and not (flags.finetune or flags.no_load_optim)
+    return check(
+        str(folder), getattr(optimizer, "record", None) if loads_state else None
+    )
 
 
 def newest(flags: Any, load_dir: str | None) -> Path | None:
@@ -256,7 +242,11 @@ def _latest(load_dir: str | None, step: int | None) -> Path | None:
     """The folder of a step, or the one that the tracker names; None without one."""
     if load_dir is None or "://" in load_dir:
         return None
-    name = f"iter_{step:07d}" if step is not None else tracker.named_by(Path(load_dir))
+    name = (
+        f"iter_{step:07d}"
+        if step is not None
+        else tracker.named_by(Path(load_dir), last_complete)
+    )
     if name is None:
         return None
     release = name == "release"
@@ -270,13 +260,3 @@ def _latest(load_dir: str | None, step: int | None) -> Path | None:
 
 def _checkpointing() -> Any:
     return importlib.import_module("megatron.training.checkpointing")
-
-
-def _by_rank_0(find: Callable[[], str]) -> str:
-    """Rank 0's result of ``find`` on all ranks, since ranks may see different files."""
-    from megatron_muon.mcore.host.shards import device_of
-    from megatron_muon.runtime.collectives import all_gather_json
-    from megatron_muon.runtime.consensus import together
-
-    own = together(lambda: find() if dist.get_rank() == 0 else "", None, device_of([]))
-    return str(all_gather_json(own, None)[0])

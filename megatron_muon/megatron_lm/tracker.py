@@ -7,12 +7,11 @@ here changes it or any other file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.mcore.checkpoint import manifest
 from megatron_muon.mcore.checkpoint.files import open_regular
 from megatron_muon.runtime.patches import replaced
 
@@ -46,9 +45,9 @@ def naming(
         yield
 
 
-def named_by(save_dir: Path) -> str | None:
+def named_by(save_dir: Path, last_whole: Callable[[Path], int | None]) -> str | None:
     """The name of the folder that the tracker names, if there is one; ValueError for a
-    bad text.
+    bad text, with the iteration to load in its place: ``last_whole(save_dir)``.
     """
     path = save_dir / NAME
     try:
@@ -59,8 +58,8 @@ def named_by(save_dir: Path) -> str | None:
     if text == "release":
         return text
     if not re.fullmatch("[0-9]{1,18}", text):
-        complete = manifest.last_complete(save_dir)
-        last = "" if complete is None else f" {complete}, the last complete one"
+        whole = last_whole(save_dir)
+        last = "" if whole is None else f" {whole}, the last complete one"
         raise ValueError(
             f"{path} has {text[:60]!r} in it, neither the number of an iteration nor "
             "release: write the number of the checkpoint to load into it, or give "

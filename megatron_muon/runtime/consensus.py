@@ -139,20 +139,44 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
+def together(
+    act: Callable[[], T],
+    group: Group | None = None,
+    device: torch.device | None = None,
+) -> T:
     """The result of ``act`` on every rank of the group; an error on one rank stops all
     of them.
 
     ``act`` does not communicate, since the other ranks may be at the vote already. For
     what is raised see ``raise_together``.
+
+    Args:
+        group, device: None is the world; the current GPU.
     """
     result, error = attempt(act)
     raise_together(error, group, device)
     return result  # type: ignore[return-value]
 
 
+def gathered(act: Callable[[], T]) -> list[T]:
+    """Every rank's result of ``act`` over the world, as JSON gives it back; for errors
+    see ``together``.
+    """
+    return collectives.all_gather_json(together(act), None)
+
+
+def by_rank_0(act: Callable[[], T]) -> T:
+    """Rank 0's result of ``act`` on all ranks of the world, as JSON gives it back; for
+    errors see ``together``.
+    """
+    result, *_ = gathered(lambda: act() if dist.get_rank() == 0 else None)
+    return result  # type: ignore[return-value]
+
+
 def raise_together(
-    error: BaseException | None, group: Group | None, device: torch.device
+    error: BaseException | None,
+    group: Group | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Raise on every rank of the group if one has an error: its own, or one that quotes
     the first.
@@ -167,6 +191,7 @@ def raise_together(
         if error is not None:
             raise error
         return
+    device = device or torch.device(torch.cuda.current_device())
     flag = torch.tensor(error is not None, device=device)
     try:
         if collectives.any_rank("muon/agree", flag, group):

@@ -85,7 +85,7 @@ def _located(path: Path) -> Path:
     if not file.exists():
         return path
     try:
-        folder = path / str(tracker.named_by(path))
+        folder = path / str(tracker.named_by(path, manifest.last_complete))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     if not folder.is_dir():

@@ -9,21 +9,11 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 LARGE = 4096  # bytes of a large record, at least
-_SIGNATURE = b"PK\003\004"
 _HEADER = struct.Struct("<26xHH")  # of a record: lengths of its name and extra field
-
-
-class Record(NamedTuple):
-    """Bytes ``[start, stop)`` of a file, and their CRC-32 in the archive's
-    directory.
-    """
-
-    start: int
-    stop: int
-    crc: int
+Record = tuple[int, int, int]  # its start and stop, and the CRC-32 in the directory
 
 
 def large_records(file: BinaryIO, stop: int) -> list[Record]:
@@ -31,46 +21,41 @@ def large_records(file: BinaryIO, stop: int) -> list[Record]:
     order of places; none where it has no archives there.
     """
     records: list[Record] = []
-    while stop and (archive := _archive(file, stop)):
-        stop, more = archive
-        records = more + records
+    while stop:
+        try:
+            stop, before = _last_archive(file, stop)
+        except OSError:
+            raise
+        except Exception:  # there is no list of what a damaged directory raises
+            break
+        records = before + records
     return records
 
 
-def _archive(file: BinaryIO, stop: int) -> tuple[int, list[Record]] | None:
-    """The start and the large records of the archive that ends at ``stop``; None for no
-    archive.
+def _last_archive(file: BinaryIO, stop: int) -> tuple[int, list[Record]]:
+    """The start and the large records of the archive that ends at ``stop``; an error if
+    there is none.
 
-    Records are used only where they can be: a damaged directory may say anything.
+    Its directory may be damaged and say anything: large records must be whole, and one
+    after another.
     """
-    try:
-        with zipfile.ZipFile(_Until(file, stop)) as archive:
-            entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError):
-        return None
-    if not entries or not 0 <= entries[0].header_offset < stop:
-        return None
+    with zipfile.ZipFile(_Until(file, stop)) as archive:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     records = []
-    at = entries[0].header_offset
+    at = 0
     for entry in entries:
-        begin = entry.header_offset + _header(file, entry.header_offset)
-        end = begin + entry.file_size
         is_stored = entry.compress_type == zipfile.ZIP_STORED
-        if not is_stored or entry.header_offset < at or end > stop:
-            return None
+        if not is_stored or not at <= entry.header_offset < stop:
+            raise ValueError("torch.save writes no such archive")
         if entry.file_size >= LARGE:
-            records.append(Record(begin, end, entry.CRC))
-        at = end
+            file.seek(entry.header_offset)
+            lengths = _HEADER.unpack(file.read(_HEADER.size))
+            begin = entry.header_offset + _HEADER.size + sum(lengths)
+            at = begin + entry.file_size
+            records.append((begin, at, entry.CRC))
+    if at > stop:
+        raise ValueError("a record ends after its archive")
     return entries[0].header_offset, records
-
-
-def _header(file: BinaryIO, at: int) -> int:
-    """The number of bytes of a record's header; 0 where there is none."""
-    file.seek(max(0, at))
-    fixed = file.read(_HEADER.size)
-    if at < 0 or len(fixed) < _HEADER.size or not fixed.startswith(_SIGNATURE):
-        return 0
-    return int(_HEADER.size + sum(_HEADER.unpack(fixed)))
 
 
 class _Until(io.FileIO):
@@ -81,15 +66,11 @@ class _Until(io.FileIO):
         self._stop = stop
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END:
-            offset, whence = self._stop + offset, io.SEEK_SET
-        # the file is too short, or its directory damaged
-        if whence == io.SEEK_SET and offset < 0:
-            raise ValueError(f"a place before the file's start: {offset}")
-        return super().seek(offset, whence)
+        place = self._stop + offset if whence == io.SEEK_END else offset
+        if place < 0:  # the file is too short, or its directory damaged
+            raise ValueError(f"a place before the file's start: {place}")
+        return super().seek(place)
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._stop - self.tell())
-        return (
-            super().read(left if size is None or size < 0 else min(size, left)) or b""
-        )
+        return super().read(left if size is None or size < 0 else min(size, left))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """``open`` for reading, of a regular file or of a link to one; OSError for any
     other.
     """
@@ -22,7 +22,7 @@ def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(number, "rb", buffering)
+    return os.fdopen(number, "rb")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping
@@ -100,6 +101,11 @@ def is_own(name: str) -> bool:
     return name.startswith("megatron_muon.")
 
 
+def entry(path: Path, *, written: bool) -> dict[str, Any]:
+    """A file's entry in the manifest; see ``file_hash``."""
+    return {"size": path.stat().st_size, "hash": file_hash(path, written=written)}
+
+
 def file_hash(path: str | os.PathLike[str], *, written: bool = False) -> str:
     """``crc32+blake2b:`` and 32 hex digits for a file's bytes, the same on any machine.
 
@@ -115,91 +121,75 @@ def file_hash(path: str | os.PathLike[str], *, written: bool = False) -> str:
         OSError: it cannot be read, or is no regular file.
     """
     whole = hashlib.blake2b(digest_size=16)
-    with open_regular(path, buffering=0) as file:
+    with open_regular(path) as file:
         size = file.seek(0, io.SEEK_END)
         at = 0
-        for record in large_records(file, size):
-            for chunk in _chunks(file, at, record.start):
+        for start, stop, crc in large_records(file, size):
+            for chunk in _chunks(file, at, start):
                 whole.update(chunk)
-            crc = record.crc
             if not written:
                 crc = 0
-                for chunk in _chunks(file, record.start, record.stop):
+                for chunk in _chunks(file, start, stop):
                     crc = zlib.crc32(chunk, crc)
             whole.update(crc.to_bytes(4, "little"))
-            at = record.stop
+            at = stop
         for chunk in _chunks(file, at, size):
             whole.update(chunk)
     return f"crc32+blake2b:{whole.hexdigest()}"
 
 
-def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes ``[start, stop)``, fewer if the file is shorter. A chunk is valid until the
-    next.
-    """
-    buffer = bytearray(min(_CHUNK, max(0, stop - start)))
-    while start < stop:
-        file.seek(start)
-        count = file.readinto(memoryview(buffer)[: stop - start])  # type: ignore[attr-defined]
-        if not count:
-            return
-        yield memoryview(buffer)[:count]
-        start += count
+def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    """Bytes ``[start, stop)``, fewer if the file is shorter."""
+    file.seek(start)
+    for at in range(start, stop, _CHUNK):
+        yield file.read(min(_CHUNK, stop - at))
 
 
 # --- reading --------------------------------------------------------------------------
 
 
-def read(folder: Path) -> Manifest | None:
-    """A folder's manifest, None where it has none; DigestError if it cannot be read."""
+def complete(folder: Path) -> Manifest | None:
+    """``read``, which also refuses a folder whose save did not finish; an error names
+    the way out.
+    """
     try:
-        return _content(folder)
+        saved = read(folder)
+        if saved is not None and not saved["complete"]:
+            raise DigestError(
+                f"{folder} is not complete: a save into it still runs, or was stopped "
+                "before its end"
+            )
+        return saved
     except DigestError as error:
         raise DigestError(f"{error}. {way_out(folder)}") from error
 
 
-def complete(folder: Path) -> Manifest | None:
-    """``read``, which also refuses a folder whose save did not finish."""
-    saved = read(folder)
-    if saved is not None and not saved["complete"]:
-        raise DigestError(
-            f"{folder} is not complete: a save into it still runs, or was stopped "
-            f"before its end. {way_out(folder)}"
-        )
-    return saved
-
-
-def _content(folder: Path) -> Manifest | None:
-    """``read`` without a way out in its errors."""
+def read(folder: Path) -> Manifest | None:
+    """A folder's manifest, None where it has none; DigestError if it cannot be read."""
     path = folder / FILE_NAME
     try:
         text = _text(path)
-        content = json.loads(text)
-        intact = (
-            with_hash({key: content[key] for key in content if key != "hash"}) == text
-        )
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise DigestError(f"{path} is damaged: it is a link to nothing") from None
         return None
     except OSError as error:
         raise DigestError(f"{path} cannot be read ({error})") from error
-    except (ValueError, TypeError, RecursionError):
-        intact = False
-    if not intact:
-        raise DigestError(f"{path} is damaged: it is not what was written")
-    if content.get("format") not in (2, FORMAT):
-        raise DigestError(
-            f"{path} is of format {content.get('format')!r}, this megatron_muon reads "
-            f"{FORMAT}: use the megatron_muon that wrote it, or load without the check "
-            "(--no-muon-checkpoint-digest)"
-        )
     try:
+        content = json.loads(text)
+        if with_hash({key: content[key] for key in content if key != "hash"}) != text:
+            raise ValueError
+        if content["format"] not in (2, FORMAT):
+            raise DigestError(
+                f"{path} is of format {content['format']!r}, this megatron_muon reads "
+                f"{FORMAT}: use the megatron_muon that wrote it, or load without the "
+                "check (--no-muon-checkpoint-digest)"
+            )
         return _checked(content)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise DigestError(
-            f"{path} is damaged: its values are not those of a digest"
-        ) from None
+    except DigestError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        raise DigestError(f"{path} is damaged: it is not what was written") from None
 
 
 def _text(path: Path) -> str:
@@ -236,28 +226,25 @@ def fault(
     """
     path = folder / name
     try:
-        size = path.stat().st_size
-        if size != entry["size"]:
-            text = f"has {size} bytes, {entry['size']} were written"
+        there = path.stat()
+        if there.st_size != entry["size"]:
+            text = f"has {there.st_size} bytes, {entry['size']} were written"
         elif hashes and file_hash(path) != entry["hash"]:
-            text = f"is damaged: its {size} bytes are not those that were written"
+            text = (
+                f"is damaged: its {entry['size']} bytes are not those that were written"
+            )
         else:
             return None
-        return f"{path} {text}{_later(folder, path)}"
+        if there.st_mtime_ns > (folder / FILE_NAME).stat().st_mtime_ns:
+            text += (
+                "; it is newer than the digest: if a run without the plugin has saved "
+                f"over this folder, remove its {FILE_NAME}, and it is loaded unchecked"
+            )
+        return f"{path} {text}"
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         return f"{path} cannot be read ({error})"
-
-
-def _later(folder: Path, path: Path) -> str:
-    """Words for a file that is newer than the manifest; else empty."""
-    if path.stat().st_mtime_ns <= (folder / FILE_NAME).stat().st_mtime_ns:
-        return ""
-    return (
-        "; it is newer than the digest: if a run without the plugin has saved over "
-        f"this folder, remove its {FILE_NAME}, and it is loaded unchecked"
-    )
 
 
 # --- other checkpoints beside one -----------------------------------------------------
@@ -268,9 +255,10 @@ def last_complete(folder: Path, but: int | None = None) -> int | None:
     ``says_complete``.
     """
     with suppress(OSError):
-        found = {iteration_of(name): folder / name for name in os.listdir(folder)}
-        for number in sorted(found.keys() - {None, but}, reverse=True):  # type: ignore[type-var]
-            if says_complete(found[number]):
+        # to --ckpt-step 0 is none
+        numbers = filter(None, map(iteration_of, os.listdir(folder)))
+        for number in sorted(numbers, reverse=True):
+            if number != but and says_complete(folder / f"iter_{number:07d}"):
                 return number
     return None
 
@@ -279,16 +267,14 @@ def iteration_of(name: str) -> int | None:
     """N of a folder's name ``iter_N`` as Megatron writes it; None for any other
     name.
     """
-    digits = name.removeprefix("iter_")
-    if not digits.isdecimal() or name != f"iter_{int(digits):07d}":
-        return None
-    return int(digits)
+    found = re.fullmatch("iter_([0-9]{7}|[1-9][0-9]{7,17})", name)
+    return int(found[1]) if found else None
 
 
 def says_complete(folder: Path) -> bool:
     """Whether a folder has a finished save's manifest, and all files in their sizes."""
     with suppress(DigestError):
-        saved = _content(folder)
+        saved = read(folder)
         if saved is not None and saved["complete"]:
             files = saved["files"].items()
             return not any(fault(folder, *file, hashes=False) for file in files)

@@ -61,8 +61,7 @@ def seal(folder: Path, **other: Any) -> None:
             "matrices": {NAME: {"260 x 96": 1}},
         },
         "files": {
-            name: {"size": path.stat().st_size, "hash": manifest.file_hash(path)}
-            for name, path in kept.items()
+            name: manifest.entry(path, written=False) for name, path in kept.items()
         },
     }
     manifest.finish(folder, manifest.begin(folder), {**said, **other})

@@ -132,7 +132,7 @@ def test_values_of_another_type_are_damage_whatever_the_hash(
     folder.mkdir()
     whole = {"format": 3, "complete": True, **CONTENT, **change}
     (folder / manifest.FILE_NAME).write_text(with_hash(whole))
-    with pytest.raises(DigestError, match="its values are not those of a digest"):
+    with pytest.raises(DigestError, match="is damaged: it is not what was written"):
         manifest.read(folder)
     assert manifest.last_complete(tmp_path) is None
 

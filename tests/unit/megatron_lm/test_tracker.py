@@ -28,7 +28,7 @@ def test_a_tracker_that_was_cut_off_is_refused_with_the_last_complete_one(
     with pytest.raises(
         ValueError, match=r"or give --ckpt-step 4, the last complete one"
     ):
-        tracker.named_by(tmp_path)
+        tracker.named_by(tmp_path, manifest.last_complete)
 
 
 @pytest.mark.timeout(60)
@@ -44,5 +44,5 @@ def test_what_is_no_regular_file_is_an_error_and_not_waited_for(
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path.name)
     with pytest.raises(OSError, match=r"no regular file|symbolic links") as caught:
-        tracker.named_by(tmp_path)
+        tracker.named_by(tmp_path, manifest.last_complete)
     assert str(path) in str(caught.value)

@@ -51,7 +51,7 @@ WAY_OUT = "The last complete one beside it is 4: --ckpt-step 4 loads it"
 
 def refused(file: Path, message: str) -> None:
     with pytest.raises(DigestError, match=message) as caught:
-        manifest.read(file.parent)
+        manifest.complete(file.parent)
     assert WAY_OUT in str(caught.value)
     assert not manifest.says_complete(file.parent)
     assert manifest.last_complete(file.parent.parent, 2) == 4

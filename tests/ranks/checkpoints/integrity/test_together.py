@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.mcore.checkpoint import manifest
-from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.consensus import by_rank_0, together
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import saved
 from support.models.gpt import Case, on_ranks
@@ -93,9 +93,7 @@ def test_every_test_on_ranks_holds_acts_to_not_communicating() -> None:
 
 
 def _rank_0_fails(kind: str) -> str:
-    from megatron_muon.megatron_lm import checkpointing
-
-    return error_of(lambda: checkpointing._by_rank_0(FAULTS[kind]))
+    return error_of(lambda: by_rank_0(FAULTS[kind]))
 
 
 @pytest.mark.parametrize("kind", FAULTS)
