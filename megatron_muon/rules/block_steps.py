@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter, Span
+from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter
 from megatron_muon.planning.plan import ExchangePlan, make_plans
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.engine import Engine, ParamGroups
 from megatron_muon.runtime.states import States
-from megatron_muon.settings.patterns import with_factor
+from megatron_muon.settings.patterns import pairs_of, read, written
 
 
 class PeriodicMuon(DistributedMuon):
@@ -26,27 +26,19 @@ class PeriodicMuon(DistributedMuon):
 
     Adam's number of steps, which is in every checkpoint, says the number after a load.
 
-    Attributes:
-        block: Muon of the other steps, with the same shards; set before the first step.
+    Muon of the other steps, with the same shards, is its second variant, added before
+    the first step.
     """
 
-    block: DistributedMuon
     _steps: int | None = None  # unknown before the first step, after a load
 
-    @property
-    def variants(self) -> list[DistributedMuon]:
-        """See ``DistributedMuon``."""
-        return [self, self.block]
-
-    def start(self, groups: ParamGroups, states: States) -> None:
+    def start(
+        self, groups: ParamGroups, states: States, *, works: bool = False
+    ) -> None:
         """See ``Engine``; raises ValueError on every rank of the stage where ranks have
         loaded different steps.
         """
-        Engine.start(self._muon_of_step(states), groups, states)
-
-    def begin(self, groups: ParamGroups, states: States) -> None:
-        """See ``Engine`` and ``start``."""
-        Engine.begin(self._muon_of_step(states), groups, states)
+        Engine.start(self._muon_of_step(states), groups, states, works=works)
 
     def step(
         self, groups: ParamGroups, states: States, step_adamw: Callable[[], None]
@@ -61,14 +53,13 @@ class PeriodicMuon(DistributedMuon):
     def forget_step(self) -> None:
         """See ``Engine``; the number of steps is read anew, too."""
         super().forget_step()
-        self.block.forget_step()
+        self.variants[1].forget_step()
         self._steps = None
 
     def _muon_of_step(self, states: States) -> DistributedMuon:
         if self._steps is None:
             self._steps = self._agreed_steps(states)
-        is_full = self._steps % self.config.full_period == 0
-        return self if is_full else self.block
+        return self.variants[self._steps % self.config.full_period > 0]
 
     def _agreed_steps(self, states: States) -> int:
         """The steps taken; ranks without parameters may know none."""
@@ -93,14 +84,19 @@ def block_numerics(numerics: Numerics) -> Numerics:
     decay.
     """
     config = numerics.config
-    rms = config.matched_adamw_rms * config.block_lr_mult
-    by_pattern = with_factor(config.by_pattern, "rms", config.block_lr_mult)
+    factor = config.block_lr_mult
+    by_pattern = []
+    for pattern, text in pairs_of(config.by_pattern):
+        settings = dict(read(text))
+        if "rms" in settings:
+            settings["rms"] *= factor
+        by_pattern.append(f"{pattern}:{written(settings)}")
     of_block = replace(
         config,
         full_period=1,
         block_lr_mult=1.0,
-        matched_adamw_rms=rms,
-        by_pattern=by_pattern,
+        matched_adamw_rms=config.matched_adamw_rms * factor,
+        by_pattern=tuple(by_pattern),
     )
     return Numerics(of_block, numerics.device)
 
@@ -124,16 +120,15 @@ def in_tp_slices(parameter: Parameter) -> Parameter:
     matrices: list[MatrixShape] = []
     blocks: list[tuple[Block, ...]] = []
     for tp_rank, of_rank in enumerate(parameter.blocks):
-        # of each matrix here, in the order of their elements
-        rows: dict[int, list[Span]] = {}
-        for block in sorted(of_rank, key=lambda block: block.rows):
-            rows.setdefault(block.matrix, []).append(block.rows)
+        # by each matrix here, in the order of their elements: the rows so far
+        rows: dict[int, int] = {}
         own: list[Block] = []
-        for index, spans in rows.items():
-            count = 0
-            for span in spans:
-                own.append(Block(len(matrices), span, count))
-                count += span.size
+        for block in sorted(of_rank, key=lambda block: block.rows):
+            start = rows.setdefault(block.matrix, 0)
+            number = len(matrices) + list(rows).index(block.matrix)
+            own.append(Block(number, block.rows, start))
+            rows[block.matrix] += block.rows.size
+        for index, count in rows.items():
             whole = parameter.matrices[index]
             name = f"{whole.name}{SLICE_OF}{tp_rank}]"
             matrices.append(

@@ -585,6 +585,9 @@ class DistributedMuon(Engine):
         numerics: the run's settings, and what its device computes with.
         plan, own, exchange, main_params, meter, phase: see ``Engine``.
         elementwise: returns the elementwise operations of one round.
+
+    Attributes:
+        variants: the Muons of all kinds of steps, this one first.
     """
 
     def __init__(
@@ -603,8 +606,4 @@ class DistributedMuon(Engine):
         parts = numerics, plan, meter, own, exchange.device, elementwise or Foreach
         rule = row_of(self.config.rule).imported()(*parts)
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
-
-    @property
-    def variants(self) -> list[DistributedMuon]:
-        """The Muons of all kinds of steps, this one first."""
-        return [self]
+        self.variants = [self]

@@ -56,7 +56,7 @@ class Engine:
         nonfinite: counts the steps that skipped a matrix whose home this rank is.
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last results travel
-            (its ``start`` or ``begin``); None where there is no next one.
+            (its ``start``); None where there is no next one.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's shards.
@@ -139,8 +139,15 @@ class Engine:
             yield round, round.over_matrices(own)
 
     @torch.no_grad()
-    def start(self, groups: ParamGroups, states: States) -> None:
+    def start(
+        self, groups: ParamGroups, states: States, *, works: bool = False
+    ) -> None:
         """Start the first round of a step, ahead of ``step`` with the same arguments.
+
+        Args:
+            groups, states: as of ``step``.
+            works: do the first round's work at home, too. Meanwhile the results of
+                another optimizer travel, whose slowest home may send them late.
 
         Raises:
             RuntimeError: the step before ended in an error; see ``forget_step``.
@@ -155,17 +162,7 @@ class Engine:
             self.rule.start_step(states.steps())
         self._started = dict(self._shards(groups, states))
         self._start_ahead(0, self._started)
-
-    @torch.no_grad()
-    def begin(self, groups: ParamGroups, states: States) -> None:
-        """``start``, and do the first round's work at home.
-
-        Meanwhile the results of another optimizer travel, whose slowest home may send
-        them late.
-        """
-        self.start(groups, states)
-        assert self._started is not None
-        if self.rounds:
+        if works and self.rounds:
             self._begun = self._worked(0, self._started)
 
     @torch.no_grad()

@@ -139,17 +139,6 @@ def settings_of(given: ByPattern, names: Sequence[str], part: str = "") -> Setti
     return found
 
 
-def with_factor(given: ByPattern, key: str, factor: float) -> tuple[str, ...]:
-    """The same, with each number of a key multiplied."""
-    texts = []
-    for pattern, settings in pairs_of(given):
-        changed = dict(read(settings))
-        if key in changed:
-            changed[key] *= factor
-        texts.append(f"{pattern}:{written(changed)}")
-    return tuple(texts)
-
-
 def fits(pattern: str, names: Sequence[str], part: str = "") -> bool:
     """Whether a pattern matches a parameter's name, or with brackets a part of it."""
     if any(fnmatchcase(name, pattern) for name in names):

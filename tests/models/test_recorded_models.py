@@ -39,17 +39,17 @@ def test_every_message_and_every_run_in_it_starts_at_16_bytes(
         assert [m for m in plan.matrices if m.strip is not None and m.long % 8] == []
         for rank in range(0, plan.size, 7):
             for table in round_tables(plan.for_rank(rank), plan.matrices):
-                directions = table.results_to, table.results_from
-                for counts in (table.sent_to, table.received_from, *directions):
+                directions = table.results.counts, table.returned.counts
+                for counts in (table.sent.counts, table.received.counts, *directions):
                     ends += accumulate(elements for _, elements in counts)
                 for sizes in (
-                    table.sent_sizes,
-                    table.received_sizes,
-                    table.result_sizes,
+                    table.sent.sizes,
+                    table.received.sizes,
+                    table.returned.sizes,
                 ):
                     ends += accumulate(sizes)
                 ends += accumulate(table.kept_sizes)
-                flags = (*table.sent_flags, *table.received_flags)
+                flags = (*table.sent.flags, *table.received.flags)
                 assert all(at - 1 in flags or at % 8 == 0 for at in flags)
     assert ends
     assert [end for end in ends if end % 8] == []

@@ -19,7 +19,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import held_shards
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, make_plans
-from megatron_muon.rules.block_steps import block_numerics, block_plans
+from megatron_muon.rules.block_steps import block_plans
 from megatron_muon.rules.int8_momentum import BLOCK
 from megatron_muon.settings.rules import row_of
 
@@ -64,7 +64,7 @@ def planned_optimizers(
     ]
     if run.config.full_period == 1:
         return planned
-    blocks = block_plans(every, grids, block_numerics(numerics))
+    blocks = block_plans(every, grids, numerics)
     return [
         replace(one, block=block) for one, block in zip(planned, blocks, strict=True)
     ]

@@ -136,8 +136,7 @@ class MuonStep(torch.optim.Optimizer):
         Gradients are ready. With ``orthogonalizes`` the first round's work at home is
         done, too.
         """
-        start = self.muon.begin if orthogonalizes else self.muon.start
-        start(self._groups(), self.states)
+        self.muon.start(self._groups(), self.states, works=orthogonalizes)
 
     @torch.no_grad()
     def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]

@@ -20,23 +20,19 @@ def _by_rank() -> _ByRank:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """The matrices that a rank orthogonalizes in a round, and what it sends, receives
-    and keeps.
+    """The matrices that a rank orthogonalizes in a round, and the slices that it sends,
+    receives and keeps.
 
+    Slices go to their homes, and their results come back; replicas only get results.
     Lists are in the order of the plan's slices.
     """
 
     # indices of the matrices that it orthogonalizes
     homes: list[int] = field(default_factory=list)
-    # by home, the slices that it sends there
-    gather_to: _ByRank = field(default_factory=_by_rank)
-    # by rank, the slices that it receives as their home
-    gather_from: _ByRank = field(default_factory=_by_rank)
-    # by rank, the slices whose results it sends there as their home: those of
-    # gather_from, and replicas, which only receive
-    scatter_to: _ByRank = field(default_factory=_by_rank)
-    # by home, the slices whose results it receives: those of gather_to, and replicas
-    scatter_from: _ByRank = field(default_factory=_by_rank)
+    # by home, the slices that it holds of matrices there
+    away: _ByRank = field(default_factory=_by_rank)
+    # by rank, the slices that are held there of matrices whose home it is
+    guests: _ByRank = field(default_factory=_by_rank)
     kept: list[Slice] = field(default_factory=list)  # the slices that are home already
 
 
@@ -70,24 +66,17 @@ def rank_plan(
         if matrix.home == rank:
             round_of[matrix.parameter].homes.append(index)
     for one in slices:
-        home = matrices[one.matrix].home
-        if rank in (home, one.rank):
-            _route(round_of[one.parameter], one, rank, home)
+        round, home = round_of[one.parameter], matrices[one.matrix].home
+        if rank == home == one.rank:
+            # no replica: replicas are on other TP ranks than the home
+            round.kept.append(one)
+        elif rank == home:
+            round.guests[one.rank].append(one)
+        elif rank == one.rank:
+            round.away[home].append(one)
     shards: dict[int, Span] = {}
     for index, parameter in enumerate(parameters):
         for holder, shard in held_shards(parameter, grid):
             if holder == rank:
                 shards[index] = shard
     return RankPlan(rank, shards, made)
-
-
-def _route(round: RankRound, one: Slice, rank: int, home: int) -> None:
-    if home == one.rank:
-        # no replica: replicas are on other TP ranks than the home
-        round.kept.append(one)
-        return
-    mine = one.rank == rank
-    other = home if mine else one.rank
-    (round.scatter_from if mine else round.scatter_to)[other].append(one)
-    if not one.replica:
-        (round.gather_to if mine else round.gather_from)[other].append(one)

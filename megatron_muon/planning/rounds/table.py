@@ -58,6 +58,18 @@ def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
     return _FEW * max(arriving, leaving) <= kept + arriving
 
 
+class Message(NamedTuple):
+    """Slices, or their results, to or from other ranks, in the order of ranks."""
+
+    slices: list[Slice]
+    counts: list[tuple[int, int]]  # (rank, elements)
+    # of each rank its slices' sizes, and then that of their flags, or of a gap up to
+    # where the next one's start. No gap is after the last.
+    sizes: list[int]
+    flags: list[int]  # places of flags in the buffer, where it has some
+    places: list[int]  # of each slice among the sizes
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTable:
     """One rank's part of a round."""
@@ -67,55 +79,38 @@ class RoundTable:
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
     matrices: tuple[int, ...]  # the plan's index of each slice's matrix
     # numbers of the slices that go to a home: the kept ones in staged order, then the
-    # sent ones in the order of sent_sizes
+    # sent ones
     outgoing: tuple[int, ...]
     kept_sizes: tuple[int, ...]  # sizes of the slices that are home already
-    # sizes in the message to homes: each peer's slices, then their flags
-    sent_sizes: tuple[int, ...]
-    sent_slices: tuple[int, ...]  # numbers of those of these sizes that are slices
-    # sent_to, received_from: (rank of the stage, elements) by peer, flags included
-    sent_to: tuple[tuple[int, int], ...]
-    received_from: tuple[tuple[int, int], ...]
-    # sent_flags, received_flags: the places of flags in the messages
-    sent_flags: tuple[int, ...]
-    received_flags: tuple[int, ...]
-    received_sizes: tuple[int, ...]  # sizes in the message that arrives, as sent_sizes
+    # sent, received: slices on their way to homes, with a flag for each
+    sent: Message
+    received: Message
     homes: tuple[int, ...]  # the matrices whose home this rank is, in staged order
     stacks: tuple[Stack, ...]  # the same matrices, grouped by layout
     staged_sizes: tuple[int, ...]  # sizes of the slices in the staged buffer
     # for each of these, the place of its matrix in homes
     staged_places: tuple[int, ...]
-    # for each of these, its number among the kept slices and, after them,
-    # received_sizes
+    # for each of these, its number among the kept slices and, after them, the sizes
+    # received
     staged_from: tuple[int, ...]
     # for each kept slice and each one that arrives, the place of its matrix in homes
     places: tuple[int, ...]
     kept_staged: tuple[int, ...]  # numbers of the staged slices that are kept
     in_place: bool  # kept slices are written where they are staged (stays_in_place)
-    # results_to, results_from: (rank of the stage, elements without gaps) of the ranks
-    # that get results from here, and of those that send some
-    results_to: tuple[tuple[int, int], ...]
-    # numbers of the staged slices that are sent, in the message's order
+    # results, returned: of the slices that are elsewhere, and of those held here
+    results: Message
+    returned: Message
+    # numbers of the staged slices whose results are sent, in the message's order
     scattered: tuple[int, ...]
-    # sizes in this message: each peer's slices, then a gap, of 0 or more elements, up
-    # to where the next one's start; no gap after the last
-    scattered_sizes: tuple[int, ...]
-    scattered_slices: tuple[int, ...]  # numbers of those of these sizes that are slices
-    results_from: tuple[tuple[int, int], ...]
-    result_sizes: tuple[int, ...]  # sizes in the message that comes back, with gaps
-    # for each slice, its number among the kept ones and, after them, result_sizes
+    # for each slice, its number among the kept ones and, after them, the sizes returned
     result_of: tuple[int, ...]
 
     @property
     def peers(self) -> set[int]:
         """The ranks of the stage that this one exchanges messages with."""
-        counts = (
-            self.sent_to,
-            self.received_from,
-            self.results_to,
-            self.results_from,
-        )
-        return {rank for of_ranks in counts for rank, _ in of_ranks}
+        messages = (self.sent, self.received, self.results, self.returned)
+        counts = itertools.chain.from_iterable(one.counts for one in messages)
+        return {rank for rank, _ in counts}
 
     @property
     def sharers(self) -> set[int]:
@@ -144,49 +139,41 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         return place[one.matrix], one.start
 
     kept = sorted(routes.kept, key=in_staged_order)
-    leaving = _message(routes.gather_to)
-    arriving = _message(routes.gather_from)
-    back = _message(routes.scatter_to, flags=False)
-    returning = _message(routes.scatter_from, flags=False)
+    sent = _message(routes.away, to_homes=True)
+    received = _message(routes.guests, to_homes=True)
+    results = _message(routes.guests, to_homes=False)
+    returned = _message(routes.away, to_homes=False)
     held = sorted(
-        [*kept, *returning.slices], key=lambda one: (one.parameter, one.elements)
+        [*kept, *returned.slices], key=lambda one: (one.parameter, one.elements)
     )
     number = {id(one): at for at, one in enumerate(held)}
-    staged = sorted([*kept, *arriving.slices], key=in_staged_order)
+    staged = sorted([*kept, *received.slices], key=in_staged_order)
     in_staged = {(one.matrix, one.start): at for at, one in enumerate(staged)}
-    source = _sources(kept, arriving)
-    result = _sources(kept, returning)
+    source = _sources(kept, received)
+    result = _sources(kept, returned)
     return RoundTable(
         parameters=tuple(
             (index, _sizes(list(of_one)))
             for index, of_one in itertools.groupby(held, key=lambda one: one.parameter)
         ),
         matrices=tuple(one.matrix for one in held),
-        outgoing=tuple(number[id(one)] for one in (*kept, *leaving.slices)),
+        outgoing=tuple(number[id(one)] for one in (*kept, *sent.slices)),
         kept_sizes=_sizes(kept),
-        sent_sizes=tuple(leaving.sizes),
-        sent_slices=tuple(leaving.places),
-        sent_to=tuple(leaving.counts),
-        received_from=tuple(arriving.counts),
-        sent_flags=tuple(leaving.flags),
-        received_flags=tuple(arriving.flags),
-        received_sizes=tuple(arriving.sizes),
+        sent=sent,
+        received=received,
         homes=tuple(homes),
         stacks=tuple(stacks),
         staged_sizes=_sizes(staged),
         staged_places=tuple(place[one.matrix] for one in staged),
         staged_from=tuple(source[id(one)] for one in staged),
-        places=tuple(place[one.matrix] for one in (*kept, *arriving.slices)),
+        places=tuple(place[one.matrix] for one in (*kept, *received.slices)),
         kept_staged=tuple(in_staged[one.matrix, one.start] for one in kept),
         in_place=stays_in_place(
-            *(sum(_sizes(some)) for some in (kept, arriving.slices, back.slices))
+            *(sum(_sizes(some)) for some in (kept, received.slices, results.slices))
         ),
-        results_to=tuple(back.counts),
-        scattered=tuple(in_staged[one.matrix, one.start] for one in back.slices),
-        scattered_sizes=tuple(back.sizes[:-1]),
-        scattered_slices=tuple(back.places),
-        results_from=tuple(returning.counts),
-        result_sizes=tuple(returning.sizes[:-1]),
+        results=results,
+        returned=returned,
+        scattered=tuple(in_staged[one.matrix, one.start] for one in results.slices),
         result_of=tuple(result[id(one)] for one in held),
     )
 
@@ -220,38 +207,34 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Sta
         start += len(indices) * layout.numel
 
 
-class _Message(NamedTuple):
-    """Slices to or from other ranks, in the order of ranks."""
+def _message(slices: Mapping[int, list[Slice]], *, to_homes: bool) -> Message:
+    """The message of slices by rank, to their homes or with the results.
 
-    slices: list[Slice]
-    counts: list[tuple[int, int]]  # (rank, elements)
-    sizes: list[int]  # each rank's slices, then their flags or a gap, which fill it up
-    flags: list[int]  # places of flags in the buffer, where it has some
-    places: list[int]  # of each slice among the sizes
-
-
-def _message(slices: Mapping[int, list[Slice]], *, flags: bool = True) -> _Message:
-    """The message of slices by rank, with a flag for each.
-
-    Without flags a gap, which does not travel, takes their place: so each rank's part
+    To homes a flag for each slice comes behind a rank's, and no replica travels. Among
+    results a gap, which does not travel, takes the place of flags: so each rank's part
     starts as ``collectives.consecutive`` places it.
     """
-    made = _Message([], [], [], [], [])
+    made = Message([], [], [], [], [])
     start = 0
     for rank in sorted(slices):
-        own = _sizes(slices[rank])
+        some = [one for one in slices[rank] if not (to_homes and one.replica)]
+        if not some:
+            continue
+        own = _sizes(some)
         elements = sum(own)
-        filled = gather_message(elements, len(own) * flags)
-        made.slices.extend(slices[rank])
-        made.counts.append((rank, filled if flags else elements))
+        filled = gather_message(elements, len(own) * to_homes)
+        made.slices.extend(some)
+        made.counts.append((rank, filled if to_homes else elements))
         made.flags.extend(start + elements + at for at in range(len(own)))
         made.places.extend(len(made.sizes) + at for at in range(len(own)))
         made.sizes.extend([*own, filled - elements])
         start += filled
+    if not to_homes:
+        del made.sizes[-1:]
     return made
 
 
-def _sources(kept: Sequence[Slice], message: _Message) -> dict[int, int]:
+def _sources(kept: Sequence[Slice], message: Message) -> dict[int, int]:
     """The place of each slice among the kept ones and, after them, the sizes of a
     message, by its id.
     """

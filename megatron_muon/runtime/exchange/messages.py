@@ -162,15 +162,15 @@ class RoundExchange:
             return torch.tensor(places, dtype=torch.int64, device=exchange.device)
 
         self.table = table
-        self._gather = exchange.route(table.sent_to, table.received_from)
-        self._scatter = exchange.route(table.results_to, table.results_from)
+        self._gather = exchange.route(table.sent.counts, table.received.counts)
+        self._scatter = exchange.route(table.results.counts, table.returned.counts)
         self.sharers = {
             stack.matrices: exchange.sharers(stack.strips)
             for stack in table.stacks
             if stack.strips
         }
-        self._sent_flags = index(table.sent_flags)
-        self._received_flags = index(table.received_flags)
+        self._sent_flags = index(table.sent.flags)
+        self._received_flags = index(table.received.flags)
         self._places = index(table.places)
         self._firsts = index([0, *accumulate(table.staged_sizes)][:-1])
         self._of_firsts = index(table.staged_places)
@@ -187,11 +187,11 @@ class RoundExchange:
         table = self.table
         sizes = table.staged_sizes if table.in_place else table.kept_sizes
         kept = self._empty(sum(sizes))
-        sent = self._empty(sum(table.sent_sizes))
-        in_message = split_with_sizes(sent, table.sent_sizes)
+        sent = self._empty(sum(table.sent.sizes))
+        in_message = split_with_sizes(sent, table.sent.sizes)
         targets = [
             *self._kept_slices(kept),
-            *(in_message[i] for i in table.sent_slices),
+            *(in_message[i] for i in table.sent.places),
         ]
         slices: list[Tensor | None] = [None] * len(table.matrices)
         for number, target in zip(table.outgoing, targets, strict=True):
@@ -208,7 +208,7 @@ class RoundExchange:
             outgoing: buffers that ``outgoing`` made, since then filled.
         """
         table, moves = self.table, outgoing.moves
-        if table.sent_flags:
+        if table.sent.flags:
             outgoing.sent.index_copy_(
                 0, self._sent_flags, moves[len(table.kept_sizes) :]
             )
@@ -222,7 +222,7 @@ class RoundExchange:
         # frees the sent message before the next buffer is made
         received = _received(gathering)
         elements, moves = gathering.kept, gathering.moves
-        if received is not None and table.received_flags:
+        if received is not None and table.received.flags:
             moves = torch.cat([moves, received.index_select(0, self._received_flags)])
             elements = self._assembled(elements, received)
         counts = moves.new_zeros(len(table.homes))
@@ -241,7 +241,7 @@ class RoundExchange:
         table = self.table
         slices = [
             *self._kept_slices(kept),
-            *split_with_sizes(received, table.received_sizes),
+            *split_with_sizes(received, table.received.sizes),
         ]
         staged = kept if table.in_place else self._empty(sum(table.staged_sizes))
         places = split_with_sizes(staged, table.staged_sizes)
@@ -277,13 +277,13 @@ class RoundExchange:
         """
         table = self.table
         slices = split_with_sizes(staged, table.staged_sizes)
-        if not table.results_to:  # all are held here
+        if not table.results.counts:  # all are held here
             return list(slices), staged.new_empty(0)
         own = [slices[number] for number in table.kept_staged]
         outgoing = [slices[number] for number in table.scattered]
-        sent = staged.new_empty(sum(table.scattered_sizes))
-        parts = split_with_sizes(sent, table.scattered_sizes)
-        in_message = [parts[number] for number in table.scattered_slices]
+        sent = staged.new_empty(sum(table.results.sizes))
+        parts = split_with_sizes(sent, table.results.sizes)
+        in_message = [parts[number] for number in table.results.places]
         if table.in_place:
             _copy(in_message, outgoing)
             return own, sent
@@ -300,7 +300,7 @@ class RoundExchange:
         if received is not None:
             results = [
                 *results,
-                *split_with_sizes(received, self.table.result_sizes),
+                *split_with_sizes(received, self.table.returned.sizes),
             ]
         return [results[number] for number in self.table.result_of]
 

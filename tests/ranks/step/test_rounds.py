@@ -193,8 +193,12 @@ def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(
         silent = silent_rounds(plan)
         assert len(silent) > 2 and any(silent) and not all(silent), silent
         tables = round_tables(plan.for_rank(rank), plan.matrices)
-        gathers = sum(bool(table.sent_to or table.received_from) for table in tables)
-        scatters = sum(bool(table.results_to or table.results_from) for table in tables)
+        gathers = sum(
+            bool(table.sent.counts or table.received.counts) for table in tables
+        )
+        scatters = sum(
+            bool(table.results.counts or table.returned.counts) for table in tables
+        )
         assert counted["started"] == gathers + scatters <= 2 * silent.count(False)
         sent = sum(sent for _, sent, _ in counted["calls"])
         assert sent == counted["meter"] == plan.sent_bytes()[rank]

@@ -148,18 +148,12 @@ def test_what_one_rank_sends_another_expects(
         before = sum(sent)
         for a in range(plan.size):
             for b in range(plan.size):
-                assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(
-                    a, []
-                )
-                assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(
-                    a, []
-                )
-                with_flags = sum(
-                    s.elements.size + 1 for s in routes[a].gather_to.get(b, [])
-                )
+                away = routes[a].away.get(b, [])
+                assert away == routes[b].guests.get(a, [])
+                with_flags = sum(s.elements.size + 1 for s in away if not s.replica)
                 sent[a] += -(-with_flags // 8) * 8
-                sent[a] += sum(s.elements.size for s in routes[a].scatter_to.get(b, []))
-            assert a not in routes[a].gather_to and a not in routes[a].scatter_to
+                sent[b] += sum(s.elements.size for s in away)
+            assert a not in routes[a].away and a not in routes[a].guests
         assert silent == (sum(sent) == before)
     assert plan.sent_bytes() == [count * plan.itemsize for count in sent]
     assert sum(plan.ns_flops()) == sum(
@@ -255,10 +249,15 @@ def test_a_tables_size_does_not_follow_the_stages() -> None:
     for rank in range(plan.size):
         for table in round_tables(plan.for_rank(rank), plan.matrices):
             shared = {
-                r for r, _ in (*table.sent_to, *table.results_to, *table.received_from)
+                r
+                for r, _ in (
+                    *table.sent.counts,
+                    *table.results.counts,
+                    *table.received.counts,
+                )
             }
             own = len(table.matrices) + len(table.staged_sizes)
-            assert len(table.sent_to) + len(table.received_from) <= own
+            assert len(table.sent.counts) + len(table.received.counts) <= own
             assert len(shared) <= own
 
 

@@ -60,31 +60,31 @@ class _Rank:
         kept = len(table.kept_sizes)
         self.kept = moving[:kept]
         leaving = moving[kept:]
-        parts: list[list[tuple[object, int]]] = [[] for _ in table.sent_sizes]
-        for at, part in zip(table.sent_slices, leaving, strict=True):
+        parts: list[list[tuple[object, int]]] = [[] for _ in table.sent.sizes]
+        for at, part in zip(table.sent.places, leaving, strict=True):
             parts[at] = [*part]
-        flags = [at for at in range(len(parts)) if at not in table.sent_slices]
+        flags = [at for at in range(len(parts)) if at not in table.sent.places]
         for before, at in pairwise([-1, *flags]):
             runs = at - before - 1
-            assert runs <= table.sent_sizes[at] < runs + 8
-            filled = table.sent_sizes[at] - runs
+            assert runs <= table.sent.sizes[at] < runs + 8
+            filled = table.sent.sizes[at] - runs
             parts[at] = [*[("flag", rank)] * runs, *[("filled", rank)] * filled]
         sent = [element for part in parts for element in part]
         assert [at for at, (name, _) in enumerate(sent) if name == "flag"] == [
-            *table.sent_flags
+            *table.sent.flags
         ]
-        self.sent = _messages(sent, table.sent_to)
+        self.sent = _messages(sent, table.sent.counts)
 
     def staged(self, others: Sequence[_Rank]) -> list[tuple[int, int]]:
         received = [
-            e for r, _ in self.table.received_from for e in others[r].sent[self.rank]
+            e for r, _ in self.table.received.counts for e in others[r].sent[self.rank]
         ]
-        assert [n for _, n in self.table.received_from] == [
-            len(others[r].sent[self.rank]) for r, _ in self.table.received_from
+        assert [n for _, n in self.table.received.counts] == [
+            len(others[r].sent[self.rank]) for r, _ in self.table.received.counts
         ]
         flags = [at for at, (name, _) in enumerate(received) if name == "flag"]
-        assert flags == [*self.table.received_flags]
-        sources = [*self.kept, *_cut(received, self.table.received_sizes)]
+        assert flags == [*self.table.received.flags]
+        sources = [*self.kept, *_cut(received, self.table.received.sizes)]
         parts = [sources[at] for at in self.table.staged_from]
         assert [len(part) for part in parts] == [*self.table.staged_sizes]
         return [element for part in parts for element in part]
@@ -126,7 +126,7 @@ def _sent_back(
 ) -> dict[int, list[tuple[int, int]]]:
     parts = _cut(staged, table.staged_sizes)
     flat = [element for at in table.scattered for element in parts[at]]
-    return _messages(flat, table.results_to)
+    return _messages(flat, table.results.counts)
 
 
 def _check_directions(
@@ -138,7 +138,7 @@ def _check_directions(
     parts = _cut(staged, table.staged_sizes)
     kept = [parts[at] for at in table.kept_staged]
     received: list[Any] = []
-    for r, _ in table.results_from:  # the next one starts at a multiple of 8
+    for r, _ in table.returned.counts:  # the next one starts at a multiple of 8
         received += [None] * (-len(received) % 8) + sent[r][rank.rank]
-    sources = [*kept, *_cut(received, table.result_sizes)]
+    sources = [*kept, *_cut(received, table.returned.sizes)]
     assert [sources[at] for at in table.result_of] == rank.runs

@@ -64,7 +64,7 @@ def test_the_engine_steps_in_the_order_of_the_schedule(
     states = States(SimpleNamespace(state={}))
     engines = [_engine(at, travels, done) for at, travels in enumerate(steps)]
     for engine, following in itertools.pairwise(engines):
-        engine.start_next = partial(following.begin, [], states)
+        engine.start_next = partial(following.start, [], states, works=True)
     for at, engine in enumerate(engines):
         engine.step([], states, partial(done.append, ("adamw", at, ADAMW)))
     assert done == [
