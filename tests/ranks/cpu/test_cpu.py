@@ -21,10 +21,10 @@ from megatron_muon.orthogonalize.matmul import multiplies_bf16
 from support.models.gpt_model import transformer_config
 from support.processes import printed
 from support.ranks import RankError, run
-from support.runs.cases import GROUPS, HEAD_SIZE, HEADS
+from support.runs.cases import GROUPS, HEAD_SIZE, HEADS, Topology
 from support.runs.cases import SEQUENCE as LENGTH
 from support.runs.spawned_child import seen
-from support.runs.training import MODEL, SEQUENCES, spread
+from support.runs.training import MODEL, SEQUENCES
 
 needs_products = pytest.mark.skipif(
     multiplies_bf16(), reason="this CPU has bf16 instructions; nothing is replaced"
@@ -227,7 +227,7 @@ def _attend(cp_size: int, given: str, causal: bool) -> list[Any]:
     model_parallel_cuda_manual_seed(1)
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
     core = DotProductAttention(
-        transformer_config(MODEL, spread(f"cp{cp_size}")), 1, kind, "self"
+        transformer_config(MODEL, Topology(cp=cp_size)), 1, kind, "self"
     )
     mine = attention.positions(LENGTH, cp_size, ps.get_context_parallel_rank())
     g = torch.Generator().manual_seed(5)
@@ -273,7 +273,7 @@ def _refused(what: str) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     ps.initialize_model_parallel(context_parallel_size=2)
-    config = transformer_config(MODEL, spread("cp2"))
+    config = transformer_config(MODEL, Topology(cp=2))
     config.window_size = (4, 0) if what == "window_size" else None
     core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
     q = torch.ones(8, 1, HEADS, 16)

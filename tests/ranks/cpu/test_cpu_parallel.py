@@ -13,9 +13,8 @@ import pytest
 
 import megatron_muon.cpu as cpu
 from megatron_muon.cpu import attention
-from support.runs.cases import Case, Topology
 from support.runs.late_sends import late_sends
-from support.runs.training import MODEL, U, differences, said, spread, trained, truth
+from support.runs.training import MODEL, U, differences, rows, trained, truth
 
 pytestmark = pytest.mark.skipif(
     not cpu.enabled(), reason="a GPU is here, so cpu is not enabled"
@@ -37,33 +36,45 @@ MLA = replace(MODEL, mla="column")
 # ---------------------------------------------------------------- each parallelism
 
 
-EXPERTS = [
-    (MOE, spread("dp2 ep2")),
-    (SHARED, spread("tp2 ep2 pp2")),
-    (SHARED, spread("tp2 dp2 ep2 etp2")),
-]
-CONTEXT = [
-    *((DENSE, t) for t in (spread("cp2"), spread("cp4"), spread("tp2 cp2 pp2"))),
-    (MOE, spread("cp2 ep2")),
-    (MLA, spread("cp2")),
-    (MTP, spread("cp2")),
-]
-OTHERS = [
-    (MTP, spread("tp2 dp2")),
-    (MTP, spread("pp2")),
-    (MLA, spread("pp2 dp2")),
-    (replace(MODEL, recompute=True), spread("tp2 dp2")),
-]
-ALLTOALL = [(m, replace(t, dispatcher="alltoall")) for m, t in EXPERTS]
+CASES = {
+    "dense": DENSE,
+    "experts": MOE,
+    "shared experts": SHARED,
+    "mla": MLA,
+    "mtp": MTP,
+    "recompute": replace(MODEL, recompute=True),
+}
 
 
-@pytest.mark.parametrize("m, t", [*EXPERTS, *ALLTOALL, *CONTEXT, *OTHERS], ids=said)
+@pytest.mark.parametrize(
+    "name, ranks",
+    rows(
+        """
+        experts: dp2 ep2
+        experts: dp2 ep2 alltoall
+        experts: cp2 ep2
+        shared experts: tp2 ep2 pp2
+        shared experts: tp2 ep2 pp2 alltoall
+        shared experts: tp2 dp2 ep2 etp2
+        shared experts: tp2 dp2 ep2 etp2 alltoall
+        dense: cp2
+        dense: cp4
+        dense: tp2 cp2 pp2
+        mla: cp2
+        mla: pp2 dp2
+        mtp: cp2
+        mtp: tp2 dp2
+        mtp: pp2
+        recompute: tp2 dp2
+        """
+    ),
+)
 def test_losses_norms_and_gradients_are_those_of_one_process(
-    m: Case, t: Topology
+    name: str, ranks: str
 ) -> None:
     """But for rounding."""
-    expected = truth(m)
-    parallel = trained(m, t)
+    expected = truth(CASES[name])
+    parallel = trained(CASES[name], ranks)
     assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
     assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
     far = {
@@ -92,15 +103,13 @@ def freeing_what_is_still_sent() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "t", [spread("pp2"), spread("pp2 chunks2"), spread("pp2 chunks2 dp2")], ids=said
-)
-def test_a_stage_keeps_what_it_sends_until_it_is_sent(t: Topology) -> None:
+@pytest.mark.parametrize("ranks", ["pp2", "pp2 chunks2", "pp2 chunks2 dp2"])
+def test_a_stage_keeps_what_it_sends_until_it_is_sent(ranks: str) -> None:
     """Also where Megatron frees it after isend: its gradients are those of one
     process.
     """
     expected = truth(DEEP)
-    parallel = trained(DEEP, t, freeing_what_is_still_sent)
+    parallel = trained(DEEP, ranks, freeing_what_is_still_sent)
     assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
     assert max(differences(expected, parallel).values()) <= REDUCTION
 
@@ -110,35 +119,31 @@ def test_multi_latent_attention_trains_over_tensor_parallel_ranks() -> None:
     gradient of the keys' positional part over the ranks
     (multi_latent_attention.py:596), on a GPU either.
     """
-    trained(MLA, spread("tp2"))
+    trained(MLA, "tp2")
 
 
 def test_recompute_repeats_the_dropout() -> None:
     plain = replace(MOE, dropout=0.1)
-    t = spread("tp2 ep2 alltoall")
-    one = trained(plain, t)
-    other = trained(replace(plain, recompute=True), t)
+    ranks = "tp2 ep2 alltoall"
+    one = trained(plain, ranks)
+    other = trained(replace(plain, recompute=True), ranks)
     assert one.losses == other.losses and one.norms == other.norms
     assert set(differences(one, other).values()) == {0.0}
-    assert one.losses != trained(replace(plain, dropout=0.0), t).losses
+    assert one.losses != trained(replace(plain, dropout=0.0), ranks).losses
 
 
 # ---------------------------------------------------------------- half precision
 
 
-@pytest.mark.parametrize(
-    "t",
-    [spread("dp2 ep2"), spread("tp2 dp2 ep2 etp2 alltoall")],
-    ids=said,
-)
-def test_grouped_experts_equal_sequential_ones(t: Topology) -> None:
+@pytest.mark.parametrize("ranks", ["dp2 ep2", "tp2 dp2 ep2 etp2 alltoall"])
+def test_grouped_experts_equal_sequential_ones(ranks: str) -> None:
     """In bf16, which the GroupedMLP asks for. The products are the same but for the
     order of fp32 sums, which may turn one rounding to bf16 (2^-9) in each of up to 22
     products in a row.
     """
     sequential = replace(MOE, bf16=True)
-    one = trained(sequential, t)
-    other = trained(replace(sequential, grouped="legacy"), t)
+    one = trained(sequential, ranks)
+    other = trained(replace(sequential, grouped="legacy"), ranks)
     other = replace(other, gradients=by_expert(other.gradients))
     assert other.losses == pytest.approx(one.losses, rel=22 * 2.0**-9)
     assert max(differences(one, other).values()) <= 22 * 2.0**-9
@@ -183,6 +188,6 @@ def keys_without_the_others_gradient() -> Any:
     "mutation", [chunks_in_order, keys_without_the_others_gradient]
 )
 def test_mutants_of_the_context_parallel_attention_are_noticed(mutation: Any) -> None:
-    mutant = trained(DENSE, spread("cp2"), mutation)
+    mutant = trained(DENSE, "cp2", mutation)
     worst = max(differences(truth(DENSE), mutant).values())
     assert worst > 100 * REDUCTION

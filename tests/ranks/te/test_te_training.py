@@ -12,8 +12,7 @@ import pytest
 
 from support.installed import VERSION
 from support.marks import needs_te
-from support.runs.cases import Case, Topology
-from support.runs.training import MODEL, differences, spread, trained, truth
+from support.runs.training import MODEL, differences, rows, trained, truth
 
 pytestmark = [
     needs_te,
@@ -30,21 +29,35 @@ BIASES = replace(MOE, shared=False, expert_biases=True)  # gpt-oss's
 FAR = {False: 1e-4, True: 0.5}
 
 
+CASES = {
+    "fp32": FP32,
+    "bf16": BF16,
+    "experts": MOE,
+    "experts in bf16": replace(MOE, bf16=True),
+    "sequential experts": replace(MOE, grouped=""),
+    "mla": replace(FP32, mla="duplicated"),
+    "mtp": replace(BF16, mtp=True),
+}
+
+
 @pytest.mark.parametrize(
-    "m, t",
-    [
-        (FP32, spread("tp2 pp2")),
-        (BF16, spread("tp2 dp2 overlap")),
-        (replace(MOE, bf16=True), spread("dp2 ep2")),
-        (MOE, spread("tp2 dp2 ep2 etp2 alltoall")),
-        (replace(MOE, grouped=""), spread("dp2 ep2")),
-        (replace(FP32, mla="duplicated"), spread("tp2 dp2")),
-        (replace(BF16, mtp=True), spread("pp2 dp2")),
-    ],
+    "name, ranks",
+    rows(
+        """
+        fp32: tp2 pp2
+        bf16: tp2 dp2 overlap
+        experts in bf16: dp2 ep2
+        experts: tp2 dp2 ep2 etp2 alltoall
+        sequential experts: dp2 ep2
+        mla: tp2 dp2
+        mtp: pp2 dp2
+        """
+    ),
 )
-def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
+def test_training_is_that_of_one_process(name: str, ranks: str) -> None:
+    m = CASES[name]
     one = truth(m)
-    other = trained(m, t)
+    other = trained(m, ranks)
     far = differences(one, other)
     assert max(far.values()) < FAR[m.bf16], max(far, key=lambda name: far[name])
     assert other.losses[-1] == pytest.approx(
@@ -54,6 +67,6 @@ def test_training_is_that_of_one_process(m: Case, t: Topology) -> None:
 
 def test_biases_of_grouped_experts_have_one_processs_gradients() -> None:
     """They have no mark by which Megatron would add them up over TP ranks."""
-    other = trained(BIASES, spread("tp2 ep2 alltoall"))
+    other = trained(BIASES, "tp2 ep2 alltoall")
     far = differences(truth(BIASES), other)
     assert max(far.values()) < FAR[False], max(far, key=lambda name: far[name])

@@ -18,8 +18,8 @@ from support.installed import VERSION
 from support.models.gpt import each_chunk, on_ranks
 from support.ranks import run
 from support.runs.cases import GROUPS, Case, Topology
-from support.runs.topologies import ONE
-from support.runs.training import MODEL, said, spread, train
+from support.runs.topologies import ONE, PP2, TP2_DP2_SP
+from support.runs.training import MODEL, train
 from support.runs.watching import by_row, having, watched
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 DENSE = replace(MODEL, steps=2, optimizer="muon")
 # of the last stage; TP cuts the logits
 LAST = ["decoder.final_layernorm", "output_layer"]
-RUNS = [(DENSE, spread("tp2 dp2")), (replace(DENSE, recompute=True), spread("pp2"))]
+RUNS = [(DENSE, TP2_DP2_SP), (replace(DENSE, recompute=True), PP2)]
 
 
 def _train(model: Case, topology: Topology, interval: int = 1) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def alone() -> tuple[list[dict[str, float]], dict[str, float]]:
     return logged, logits
 
 
-@pytest.mark.parametrize("model, topology", RUNS, ids=said)
+@pytest.mark.parametrize("model, topology", RUNS)
 def test_outputs_and_logits_are_those_of_one_process(
     model: Case, topology: Topology, alone: Any
 ) -> None:

@@ -1,7 +1,7 @@
 """Train the tiny GPTs with Megatron's own forward, backward and schedules on gloo
 ranks.
 
-``trained(case, topology)`` is from the test's process, ``truth(case)`` the same on one
+``trained(case, ranks)`` is from the test's process, ``truth(case)`` the same on one
 rank. Both put the gradients of the first step together.
 """
 
@@ -64,26 +64,9 @@ def spread(text: str) -> Topology:
     )
 
 
-def said(value: Any) -> str:
-    """The id of a case or a topology in the name of a test."""
-    if isinstance(value, Case):
-        has = {
-            name: getattr(value, name)
-            for name in ("moe", "grouped", "shared", "mla", "mtp")
-        }
-        has |= {"shared": value.moe and value.shared, "recompute": value.recompute}
-        return "-".join(name for name, is_so in has.items() if is_so) or "dense"
-    sizes = {
-        "tp": value.tp,
-        "pp": value.pp,
-        "cp": value.cp,
-        "dp": value.dp,
-        "ep": value.ep,
-    }
-    sizes |= {"etp": value.expert_tp, "vpp": value.chunks, "instances": value.instances}
-    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    words += ["overlap"] * value.overlap + ["with-step"] * value.step_overlap
-    return "-".join(words + ["alltoall"] * (value.dispatcher == "alltoall"))
+def rows(text: str) -> list[list[str]]:
+    """The name of a case and a topology of each line, as in ``moe: tp2 ep2``."""
+    return [line.strip().split(": ") for line in text.strip().splitlines()]
 
 
 # --- on every rank --------------------------------------------------------------------
@@ -236,37 +219,37 @@ class Trained:
 
 
 def trained(
-    case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
+    case: Case, ranks: str, mutation: Callable[[], Any] = nullcontext
 ) -> Trained:
-    """Run it on real ranks, and check that the ranks agree and the loss falls with each
-    update.
+    """Run it on real ranks that are ``spread`` so, and check that they agree and the
+    loss falls with each update.
     """
+    topology = spread(ranks)
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
-    ranks = on_ranks(train, case, topology, mutation)
-    for rank in ranks:
-        assert (
-            rank["norms"] == ranks[0]["norms"] and rank["scales"] == ranks[0]["scales"]
-        )
-    last = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]
+    logs = on_ranks(train, case, topology, mutation)
+    first = logs[0]
+    for log in logs:
+        assert log["norms"] == first["norms"] and log["scales"] == first["scales"]
+    last = [log["losses"] for log in logs if log["losses"][0] is not None]
     assert len(last) == topology.world_size // topology.pp
     losses = [sum(at) / len(at) for at in zip(*last, strict=True)]
     gradients = {}
-    if ranks[0]["ok"][0]:  # else they are infinite, which the loss scale is for
-        gradients = whole([rank["held"] for rank in ranks])["grad"]
+    if first["ok"][0]:  # else they are infinite, which the loss scale is for
+        gradients = whole([log["held"] for log in logs])["grad"]
         assert all(grad.isfinite().all() for grad in gradients.values())
     for (before, after), ok in zip(
-        itertools.pairwise(losses), ranks[0]["ok"], strict=False
+        itertools.pairwise(losses), first["ok"], strict=False
     ):
         assert after < before if ok else after == before, losses
-    return Trained(losses, ranks[0]["norms"], gradients, ranks[0])
+    return Trained(losses, first["norms"], gradients, first)
 
 
 @cache
 def truth(case: Case) -> Trained:
     """The same on one process."""
-    return trained(case, Topology())
+    return trained(case, "alltoall")
 
 
 def differences(one: Trained, other: Trained) -> dict[str, float]:
