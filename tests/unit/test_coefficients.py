@@ -167,9 +167,7 @@ def test_without_a_number_a_set_has_five_steps_and_deepseekv4_its_ten(
     wanted = 10 if name == "deepseekv4" else 5
     made = MuonConfig(ns_coefficients=name, ns_dtype="fp32")
     changed = replace(MuonConfig(ns_dtype="fp32"), ns_coefficients=name)
-    by_flag = config_of(
-        "0.19", "--muon-coefficient-type", name, "--muon-ns-dtype", "fp32"
-    )
+    by_flag = config_of("0.19", "--muon-coefficient-type", name, "--muon-ns-dtype fp32")
     assert made == changed == by_flag and made.ns_steps == wanted
     assert Numerics(made).steps == schedule(name, wanted)
 

@@ -95,7 +95,7 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (namespace, parser, flags):
         monkeypatch.setattr(module, "FLAGS", (*FLAGS, *added.flags), raising=False)
     assert added.flags[0].help == "Warmth. A flag of megatron_muon. The default is 3."
-    args = parsed("0.16", "--muon-warmth", "7")
+    args = parsed("0.16", "--muon-warmth 7")
     config: Any = flags.muon_config(args)
     assert config == More(warmth=7) and flags.muon_config(parsed("0.16")) == More()
     namespace.write_all(args, config)
@@ -103,12 +103,12 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         ValueError, match=re.escape("warmth (--muon-warmth) must be at most 9")
     ):
-        flags.muon_config(parsed("0.16", "--muon-warmth", "10"))
-    args = parsed("0.16", "--optimizer", "adam", "--muon-warmth", "7")
+        flags.muon_config(parsed("0.16", "--muon-warmth 10"))
+    args = parsed("0.16", "--optimizer adam --muon-warmth 7")
     with pytest.raises(
         ValueError, match=r"--muon-warmth is for .*this run has --optimizer adam"
     ):
         namespace.remove_flags(args)
-    args = parsed("0.16", "--optimizer", "adam")
+    args = parsed("0.16", "--optimizer adam")
     namespace.remove_flags(args)
     assert vars(args) == vars(parser_of("0.16").parse_args([]))

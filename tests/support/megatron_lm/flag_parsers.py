@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -70,152 +69,107 @@ OPTIMIZERS = {
 EVERY = pytest.mark.parametrize("version", DECLARED)
 WITH_MUON = pytest.mark.parametrize("version", ["0.16", "0.17", "0.19", "later"])
 # What is given, and the settings that it stands for.
-MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
-    "matched-rms": (["--muon-matched-adamw-rms", "0.4"], {"matched_adamw_rms": 0.4}),
-    "extra-factor": (["--muon-extra-scale-factor", "0.4"], {"matched_adamw_rms": 0.4}),
-    "ns-steps": (["--muon-ns-steps", "7"], {"ns_steps": 7}),
-    "num-ns-steps": (["--muon-num-ns-steps", "7"], {"ns_steps": 7}),
-    "no-nesterov": (["--no-muon-nesterov"], {"nesterov": False}),
-    "nesterov": (["--muon-nesterov"], {"nesterov": True}),
-    "use-nesterov": (["--muon-use-nesterov"], {"nesterov": True}),
-    "spectral": (["--muon-scale-mode", "spectral"], {"scale_mode": "spectral"}),
-    "unit-rms": (
-        ["--muon-scale-mode", "unit_rms_norm"],
-        {"scale_mode": "unit_rms_norm", "matched_adamw_rms": 1.0},
-    ),
-    "shape-scaling": (
-        ["--muon-scale-mode", "shape_scaling", "--muon-extra-scale-factor", "0.3"],
-        {"scale_mode": "shape_scaling", "matched_adamw_rms": 0.3},
-    ),
-    "update-norm": (
-        ["--muon-scale-mode", "update_norm", "--muon-matched-adamw-rms", "0.3"],
-        {"scale_mode": "update_norm", "matched_adamw_rms": 0.3},
-    ),
-    "simple": (["--muon-coefficient-type", "simple"], {}),
-    "quintic": (["--muon-coefficient-type", "quintic"], {"ns_coefficients": "quintic"}),
-    "polar-express": (
-        [
-            "--muon-ns-coefficients",
-            "polar_express",
-            "--muon-coefficient-type",
-            "polar_express",
-        ],
-        {"ns_coefficients": "polar_express"},
-    ),
-    "numbers": (
-        ["--muon-ns-coefficients", "3.4445,-4.775,2.0315;2,-1.5,0.5"],
-        {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
-    ),
-    "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
-    "custom": (
-        ["--muon-coefficient-type", "custom", "--muon-ns-coefficients", "2,-1.5,0.5"],
-        {"ns_coefficients": ((2.0, -1.5, 0.5),)},
-    ),
-    "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
-    "symmetric-products": (
-        ["--muon-symmetric-products", "torch"],
-        {"symmetric_products": "torch"},
-    ),
-    "normuon": (
-        ["--muon-rule", "normuon", "--muon-moment2-beta2", "0.9"],
-        {"rule": "normuon", "moment2_beta2": 0.9},
-    ),
-    "normuon's eps": (
-        ["--muon-rule", "normuon", "--muon-moment2-eps", "1e-6"],
-        {"rule": "normuon", "moment2_eps": 1e-6},
-    ),
-    "own rule": (["--muon-rule", "a.module:rule"], {"rule": "a.module:rule"}),
-    "hyperball": (
-        ["--muon-rule", "hyperball", "--muon-radius", "*.linear_fc1.*=2.5"],
-        {"rule": "hyperball", "radii": (("*.linear_fc1.*", 2.5),)},
-    ),
-    "momentum-dtype": (["--muon-momentum-dtype", "int8"], {"momentum_dtype": "int8"}),
-    "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
-    "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
-    "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
-    "split": (
-        ["--muon-split", "*.linear_qkv.*=heads", "--muon-split", "a=b=gate-up"],
-        {"splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))},
-    ),
-    "lr-mult": (
-        ["--muon-lr-mult", "embedding.*=0.5", "--muon-lr-mult", "a=b=2e-1"],
-        {"lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
-    ),
-    "wd-mult": (
-        ["--muon-wd-mult", "*.router.*=0"],
-        {"wd_mults": (("*.router.*", 0.0),)},
-    ),
-    "for": (
-        [
-            "--muon-for",
-            "*.linear_fc2.*:ns_coefficients=2,-1.5,.5,lr=3e-4",
-            "--muon-for",
-            "*.linear_qkv.weight[v]:ns_steps=8",
-        ],
-        {
-            "by_pattern": {
-                "*.linear_fc2.*": {"lr": 3e-4, "ns_coefficients": (2, -1.5, 0.5)},
-                "*.linear_qkv.weight[v]": {"ns_steps": 8},
-            }
-        },
-    ),
-    "clip-alpha": (
-        ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
-        {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
-    ),
-    "block-lr": (
-        ["--muon-block-lr-mult", "0.5", "--muon-full-period", "5"],
-        {"block_lr_mult": 0.5, "full_period": 5},
-    ),
-    "decays": (
-        ["--muon-cautious-decay", "--muon-independent-decay"],
-        {"cautious_decay": True, "independent_decay": True},
-    ),
-    "momentum-warmup": (
-        ["--muon-momentum-start", "0.5", "--muon-momentum-warmup", "300"],
-        {"momentum_start": 0.5, "momentum_warmup": 300},
-    ),
-    "include": (
-        ["--muon-include", "a.*", "--muon-include", "b"],
-        {"muon_include": ("a.*", "b")},
-    ),
-    "exclude": (
-        ["--muon-exclude", "*.router.weight"],
-        {"muon_exclude": ("*.router.weight",)},
-    ),
-    "split-matrices auto": (
-        ["--muon-split-matrices", "auto"],
-        {"split_matrices": "auto"},
-    ),
-    "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),
-    "layout": (["--muon-dp-layout", "bucketed"], {}),
-    "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
-    "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
-    "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
-    "log-interval": (["--muon-log-interval", "100"], {"log_interval": 100}),
-    "from-adamw": (["--muon-from-adamw", "momentum"], {}),
-    "backend": (["--muon-backend", "plugin"], {}),
-    "cpu": (["--muon-cpu"], {}),
-    "twice the same": (
-        ["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"],
-        {"ns_steps": 7},
-    ),
+MEANINGS: dict[str, Any] = {
+    "--muon-matched-adamw-rms 0.4": {"matched_adamw_rms": 0.4},
+    "--muon-extra-scale-factor 0.4": {"matched_adamw_rms": 0.4},
+    "--muon-ns-steps 7": {"ns_steps": 7},
+    "--muon-num-ns-steps 7": {"ns_steps": 7},
+    "--no-muon-nesterov": {"nesterov": False},
+    "--muon-nesterov": {"nesterov": True},
+    "--muon-use-nesterov": {"nesterov": True},
+    "--muon-scale-mode spectral": {"scale_mode": "spectral"},
+    "--muon-scale-mode unit_rms_norm": {
+        "scale_mode": "unit_rms_norm",
+        "matched_adamw_rms": 1.0,
+    },
+    "--muon-scale-mode shape_scaling --muon-extra-scale-factor 0.3": {
+        "scale_mode": "shape_scaling",
+        "matched_adamw_rms": 0.3,
+    },
+    "--muon-scale-mode update_norm --muon-matched-adamw-rms 0.3": {
+        "scale_mode": "update_norm",
+        "matched_adamw_rms": 0.3,
+    },
+    "--muon-coefficient-type simple": {},
+    "--muon-coefficient-type quintic": {"ns_coefficients": "quintic"},
+    "--muon-ns-coefficients polar_express --muon-coefficient-type polar_express": {
+        "ns_coefficients": "polar_express"
+    },
+    "--muon-ns-coefficients 3.4445,-4.775,2.0315;2,-1.5,0.5": {
+        "ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))
+    },
+    "--muon-ns-coefficients 3.4445,-4.775,2.0315": {},
+    "--muon-coefficient-type custom --muon-ns-coefficients 2,-1.5,0.5": {
+        "ns_coefficients": ((2.0, -1.5, 0.5),)
+    },
+    "--muon-ns-iteration auto": {"ns_iteration": "auto"},
+    "--muon-symmetric-products torch": {"symmetric_products": "torch"},
+    "--muon-rule normuon --muon-moment2-beta2 0.9": {
+        "rule": "normuon",
+        "moment2_beta2": 0.9,
+    },
+    "--muon-rule normuon --muon-moment2-eps 1e-6": {
+        "rule": "normuon",
+        "moment2_eps": 1e-6,
+    },
+    "--muon-rule a.module:rule": {"rule": "a.module:rule"},
+    "--muon-rule hyperball --muon-radius *.linear_fc1.*=2.5": {
+        "rule": "hyperball",
+        "radii": (("*.linear_fc1.*", 2.5),),
+    },
+    "--muon-momentum-dtype int8": {"momentum_dtype": "int8"},
+    "--muon-ns-dtype fp16": {"ns_dtype": "fp16"},
+    "--muon-no-split-qkv": {"split_qkv": False},
+    "--weight-decay-all-params": {"weight_decay_all_params": True},
+    "--muon-split *.linear_qkv.*=heads --muon-split a=b=gate-up": {
+        "splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))
+    },
+    "--muon-lr-mult embedding.*=0.5 --muon-lr-mult a=b=2e-1": {
+        "lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))
+    },
+    "--muon-wd-mult *.router.*=0": {"wd_mults": (("*.router.*", 0.0),)},
+    "--muon-for *.linear_fc2.*:ns_coefficients=2,-1.5,.5,lr=3e-4 --muon-for *.linear_qkv.weight[v]:ns_steps=8": {
+        "by_pattern": {
+            "*.linear_fc2.*": {"lr": 3e-4, "ns_coefficients": (2, -1.5, 0.5)},
+            "*.linear_qkv.weight[v]": {"ns_steps": 8},
+        }
+    },
+    "--muon-qk-clip-alpha 0.3 --muon-qk-clip 30": {
+        "qk_clip": 30.0,
+        "qk_clip_alpha": 0.3,
+    },
+    "--muon-block-lr-mult 0.5 --muon-full-period 5": {
+        "block_lr_mult": 0.5,
+        "full_period": 5,
+    },
+    "--muon-cautious-decay --muon-independent-decay": {
+        "cautious_decay": True,
+        "independent_decay": True,
+    },
+    "--muon-momentum-start 0.5 --muon-momentum-warmup 300": {
+        "momentum_start": 0.5,
+        "momentum_warmup": 300,
+    },
+    "--muon-include a.* --muon-include b": {"muon_include": ("a.*", "b")},
+    "--muon-exclude *.router.weight": {"muon_exclude": ("*.router.weight",)},
+    "--muon-split-matrices auto": {"split_matrices": "auto"},
+    "--muon-split-matrices off": {"split_matrices": "off"},
+    "--muon-dp-layout bucketed": {},
+    "--muon-round-mib 64": {"round_bytes": 64 << 20},
+    "--muon-ns-dtype auto": {"ns_dtype": None},
+    "--no-muon-checkpoint-digest": {"checkpoint_digest": False},
+    "--muon-log-interval 100": {"log_interval": 100},
+    "--muon-from-adamw momentum": {},
+    "--muon-backend plugin": {},
+    "--muon-cpu": {},
+    "--muon-ns-steps 7 --muon-num-ns-steps 7": {"ns_steps": 7},
 }
 MEANINGS |= {
-    name: ([ROWS[name].flags[0].option, str(OTHERS[name])], {name: OTHERS[name]})
-    for name in (
-        "momentum",
-        "preset",
-        "ns_dtype",
-        "ns_batch",
-        "elementwise",
-        "clip_scope",
-        "qk_clip",
-        "homes",
-        "split_matrices",
-        "node_ranks",
-        "nonfinite_limit",
-    )
+    f"{ROWS[name].flags[0].option} {OTHERS[name]}": {name: OTHERS[name]}
+    for name in """
+        momentum preset ns_dtype ns_batch elementwise clip_scope qk_clip homes
+        split_matrices node_ranks nonfinite_limit
+    """.split()
 }
 
 
@@ -231,9 +185,10 @@ def parser_of(version: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
 
 
 def parsed(version: str, *given: str) -> Namespace:
+    """What a version makes of flags, each text of one or several words."""
     parser = parser_of(version)
     add_flags(parser)
-    return parser.parse_args(given)
+    return parser.parse_args(" ".join(given).split())
 
 
 def config_of(version: str, *given: str) -> MuonConfig:

@@ -111,7 +111,7 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
     if name not in parser_of(version)._option_string_actions["--optimizer"].choices:
         pytest.skip("no such optimizer of Megatron's")
     assert asks_for_muon(parsed(version, *given))
-    args = parsed(version, *given, "--muon-backend", "upstream")
+    args = parsed(version, *given, "--muon-backend upstream")
     assert not asks_for_muon(args)
     remove_flags(args)
     expected = vars(parser_of(version).parse_args(given))
@@ -123,9 +123,9 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("which", MEANINGS)
-def test_what_is_in_force_is_written(version: str, which: str) -> None:
-    args = parsed(version, *MEANINGS[which][0])
+@pytest.mark.parametrize("given", MEANINGS)
+def test_what_is_in_force_is_written(version: str, given: str) -> None:
+    args = parsed(version, given)
     config = muon_config(args)
     write_all(args, config)
     before = vars(parser_of(version).parse_args([]))
@@ -157,7 +157,7 @@ def test_what_is_in_force_is_written_whichever_of_torchs_options_was_set(
     dtype: str,
 ) -> None:
     """torch's old option cannot be read where a new one contradicts it."""
-    args = parsed("0.16", "--optimizer", "muon", "--muon-ns-dtype", dtype)
+    args = parsed("0.16", "--optimizer muon --muon-ns-dtype", dtype)
     with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
         torch.get_float32_matmul_precision()
     write_all(args, muon_config(args))
