@@ -18,8 +18,9 @@ from torch.multiprocessing.spawn import spawn
 from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.sections import whole_matrix
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.rules.own import tried
 from megatron_muon.runtime.exchange.messages import Exchange

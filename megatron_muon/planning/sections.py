@@ -29,6 +29,16 @@ class Rows:
 Sections = tuple[tuple[Rows, ...], ...]
 
 
+def whole_matrix(
+    name: str, shape: tuple[int, int], partition_dim: int | None, tp_size: int
+) -> Matrices:
+    """The parameter is one matrix; TP slices it into equal ranges of rows or columns,
+    or not.
+    """
+    rows = shape[0] * (tp_size if partition_dim == 0 else 1)
+    return sectioned(name, shape, partition_dim, tp_size, ((Rows("", rows),),))
+
+
 def sectioned(
     name: str,
     shape: tuple[int, int],
@@ -39,7 +49,12 @@ def sectioned(
     """A weight whose rows belong to several matrices. A matrix has its rows in their
     order.
 
-    For the arguments see ``layout.batched_matrices``.
+    Args:
+        name: the weight's name.
+        shape: local (rows, cols).
+        partition_dim: the dim that TP splits; None where TP ranks hold replicas.
+        tp_size: number of TP ranks.
+        sections: the rows over all TP ranks.
 
     Raises:
         ValueError: the sections have another number of rows, or TP cannot split one

@@ -15,9 +15,9 @@ from megatron_muon.planning.buckets import (
     stock_bucket_size,
 )
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import UNPLACED, Parameter, whole_matrix
+from megatron_muon.planning.layout import UNPLACED, Parameter
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.sections import sectioned
+from megatron_muon.planning.sections import sectioned, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.buckets import placed
 from support.sections import repeated

@@ -12,8 +12,9 @@ import pytest
 from megatron_muon.lab.routes.sentences import optimizer_text
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.sections import whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import (
     Case,

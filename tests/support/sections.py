@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
-from megatron_muon.planning.sections import Rows, Sections
+from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.sections import Rows, Sections, whole_matrix
 
 
 def whole_parameter(

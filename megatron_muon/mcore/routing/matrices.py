@@ -110,7 +110,8 @@ def _legacy_experts(weight: Weight, config: MuonConfig) -> Parameter:
     is_gated = partition_dim == 1 and weight.model_config.gated_linear_unit
     kinds = ("whole", "gate-up") if is_gated else ("whole",)
     apart = chosen_split(weight, config, kinds) == "gate-up"
-    return _parameter(weight, shape, partition_dim, sections, len(kinds), apart=apart)
+    halves = 2 if is_gated else 1
+    return _parameter(weight, shape, partition_dim, sections, halves, apart=apart)
 
 
 def require_scale_mode(weight: Weight, config: MuonConfig) -> None:

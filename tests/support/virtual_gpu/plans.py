@@ -16,9 +16,9 @@ from megatron_muon.lab.dry_run.model import Run
 from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.sections import Rows, sectioned
+from megatron_muon.planning.sections import Rows, sectioned, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.sections import repeated
 

@@ -17,15 +17,15 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work, choose_homes
-from megatron_muon.planning.layout import (
-    Parameter,
-    Span,
-    batched_matrices,
-    whole_matrix,
-)
+from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import make_plan
 from megatron_muon.planning.rounds.table import round_tables
-from megatron_muon.planning.sections import Rows, Sections, sectioned
+from megatron_muon.planning.sections import (
+    Rows,
+    Sections,
+    sectioned,
+    whole_matrix,
+)
 from megatron_muon.settings.config import MuonConfig
 from support.processes import printed
 from support.rounds import silent_rounds
@@ -61,11 +61,11 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
         }[kind]
         matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, sections)
     elif "batch" in kind:
+        of_one = rows * (tp_size if partition_dim == 0 else 1)
+        batch = tuple((Rows(part, of_one),) for part in "abc")
         rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
-        names = ("a", "b", "c")
-        matrices, blocks = batched_matrices(
-            names, (rows, cols), partition_dim, tp_size, halves
-        )
+        made, blocks = sectioned(name, (rows, cols), partition_dim, tp_size, batch)
+        matrices = tuple(replace(matrix, column_blocks=halves) for matrix in made)
     else:
         matrices, blocks = whole_matrix(name, (rows, cols), partition_dim, tp_size)
     span = Span(start, start + rows * cols)
