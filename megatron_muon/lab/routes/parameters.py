@@ -17,7 +17,7 @@ from megatron_muon.lab.routes.sentences import (
 )
 from megatron_muon.mcore.host.process_groups import local_experts
 from megatron_muon.mcore.routing.matrices import matrices_of
-from megatron_muon.mcore.routing.multipliers import group_settings, multipliers_of
+from megatron_muon.mcore.routing.multipliers import of_group
 from megatron_muon.mcore.routing.param_routing import (
     Weight,
     is_cut,
@@ -157,9 +157,11 @@ def _stage(number: int, stage: Stage, optimizers: Sequence[Planned]) -> RoutedSt
         experts = local_experts(stage.chunks, ep_size)
         for ep_rank in range(ep_size):
             names = names_of(weight, ep_rank, experts)
-            settings = group_settings(weight, names, stage.run.config)
+            lr_mult, wd_mult, settings = of_group(weight, names, stage.run.config)
             name = names[0]
-            row = replace(row, name=name, settings=settings)
+            row = replace(
+                row, name=name, lr_mult=lr_mult, wd_mult=wd_mult, settings=settings
+            )
             if weight.param in of_experts:
                 row = replace(row, ep_rank=ep_rank)
             if row.reason is None:
@@ -172,7 +174,6 @@ def _adamws(weight: Weight, stage: Stage) -> RoutedParameter:
     """A weight's row, as long as no matrices of it are known."""
     config = stage.run.config
     reason = why_adamw(weight, config)
-    lr_mult, wd_mult = multipliers_of(weight, config)
     return RoutedParameter(
         name=weight.name,
         shape=tuple(weight.param.shape),
@@ -180,8 +181,8 @@ def _adamws(weight: Weight, stage: Stage) -> RoutedParameter:
         ep_rank=None,
         optimizer="adamw",
         reason=reason,
-        lr_mult=lr_mult,
-        wd_mult=wd_mult,
+        lr_mult=1.0,
+        wd_mult=1.0,
         settings="",
     )
 

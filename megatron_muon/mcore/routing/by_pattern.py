@@ -16,7 +16,7 @@ from megatron_muon.mcore.routing.matrices import (
     numbered,
     require_scale_mode,
 )
-from megatron_muon.mcore.routing.param_routing import Weight, names_of, why_adamw
+from megatron_muon.mcore.routing.param_routing import Weight, is_muons, names_of
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.patterns import (
@@ -33,9 +33,8 @@ def has_effect(weight: Weight, text: str, sizes: Sizes, config: MuonConfig) -> b
     """Whether one of ``by_pattern`` sets anything for a weight, on any EP rank."""
     ((pattern, settings),) = pairs_of((text,))
     if only(settings, OF_GROUPS) == settings:
-        every = _names(weight, sizes)
-        return any(fits(pattern, names) for names, _, _ in every)
-    if weight.param.dim() != 2 or why_adamw(weight, config) is not None:
+        return any(fits(pattern, names) for names, _, _ in _names(weight, sizes))
+    if not is_muons(weight, config):
         return False
     muon = matrices_of(weight, config)
     return any(

@@ -20,7 +20,7 @@ from megatron_muon.mcore.routing.param_routing import (
     GROUP_SETTINGS,
     LR_MULTIPLIER,
     Weight,
-    matching,
+    last_of,
     names_of,
     weights,
 )
@@ -39,42 +39,24 @@ _NONE: OfGroup = (1.0, 1.0, "")
 _FACTORS = {"lr_mults": ("lr", "min_lr"), "wd_mults": ("weight_decay",)}
 
 
-def multipliers_of(weight: Weight, config: MuonConfig) -> tuple[float, float]:
-    """The factors of a weight's learning rate and weight decay; the last pattern
-    counts.
-    """
-    lr_mult, wd_mult = (
-        last_of(weight, pairs) for pairs in (config.lr_mults, config.wd_mults)
-    )
-    return (
-        1.0 if lr_mult is None else lr_mult,
-        1.0 if wd_mult is None else wd_mult,
-    )
+def of_group(weight: Weight, names: Sequence[str], config: MuonConfig) -> OfGroup:
+    """What a weight's parameter group has; of each number the last pattern counts.
 
-
-def last_of(weight: Weight, pairs: Sequence[tuple[str, float]]) -> float | None:
-    """The number of the last pattern that matches; None where none does."""
-    numbers = [
-        float(number) for pattern, number in pairs if matching(weight, [pattern])
-    ]
-    return numbers[-1] if numbers else None
-
-
-def group_settings(weight: Weight, names: Sequence[str], config: MuonConfig) -> str:
-    """The settings of a weight's parameter group, ``KEY=VALUE,...``.
-
-    ``names`` has experts numbered over all EP ranks. A ValueError where a factor is
-    given, too.
+    ``names`` has experts numbered over all EP ranks. A ValueError where a setting and a
+    factor of it are given.
     """
     settings = only(written(settings_of(config.by_pattern, names)), OF_GROUPS)
+    factors = []
     for field, keys in _FACTORS.items():
-        has_factor = last_of(weight, getattr(config, field)) is not None
-        if has_factor and only(settings, keys):
+        pattern, factor = last_of(weight, getattr(config, field), 1.0)
+        factors.append(float(factor))
+        if pattern and only(settings, keys):
             raise ValueError(
                 f"{names[0]} has {only(settings, keys)} by {named('by_pattern')} and a "
                 f"factor by {named(field)}: use only one of the two"
             )
-    return settings
+    lr_mult, wd_mult = factors
+    return lr_mult, wd_mult, settings
 
 
 def with_multipliers(
@@ -115,10 +97,7 @@ def _settings(
         ep_rank = ep.rank()
         experts = local_experts(model_chunks, ep.size())
     return {
-        weight.param: (
-            *multipliers_of(weight, config),
-            group_settings(weight, names_of(weight, ep_rank, experts), config),
-        )
+        weight.param: of_group(weight, names_of(weight, ep_rank, experts), config)
         for weight in weights(model_chunks)
     }
 

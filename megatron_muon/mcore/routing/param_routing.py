@@ -63,7 +63,8 @@ _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
 _CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
 _NO_TP = Sizes(1)
 _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
-_LAYER = re.compile(r"(.*\blayers\.)\d+$")
+_WRAPPERS = re.compile(r"^(module\.)+")
+_LAYER = re.compile(r".*\blayers\.\d+$")
 _LAST = re.compile(r"(?!.*\blayers\.)(.*\.)?(final_layernorm|final_norm|output_layer)$")
 _LOCAL_EXPERT = re.compile(
     r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$"
@@ -84,6 +85,11 @@ class Weight:
     model_config: Any
     is_expert: bool  # one of an MoE layer's routed experts has it
     tp_size: int = 1  # number of TP ranks that share it
+
+    @property
+    def holder(self) -> Any:
+        """The module around the one that holds it; None around a model chunk."""
+        return self.holders[0] if self.holders else None
 
     @property
     def leaf(self) -> str:
@@ -143,9 +149,7 @@ def layers(
     """
     for prefix, module, _ in modules(model_chunks):
         name = prefix.removesuffix(".")
-        number = getattr(module, "layer_number", None)
-        is_layer = _LAYER.match(name) and isinstance(number, int)
-        if is_layer or _LAST.match(name):
+        if _is_layer(name, module) or _LAST.match(name):
             yield name, module
 
 
@@ -160,14 +164,24 @@ def modules(
     for chunk in model_chunks:
         # by path; what is around a module comes before it
         holders: dict[str, tuple[Module, ...]] = {}
+        # prefixes over all stages by those in the chunk, of layers
         numbered: dict[str, str] = {}
         for path, module in chunk.named_modules():
-            outer = holders[path.rpartition(".")[0]] if path else ()
+            around = path.rpartition(".")[0]
+            outer = holders[around] if path else ()
             holders[path] = (module, *outer)
-            layer = _LAYER.match(path)
-            if layer and isinstance(getattr(module, "layer_number", None), int):
-                numbered[f"{path}."] = f"{layer[1]}{module.layer_number - 1}."
-            yield _model_wide(f"{path}." if path else "", numbered), module, outer
+            prefix = f"{path}." if path else ""
+            if _is_layer(path, module):
+                numbered[prefix] = f"{around}.{module.layer_number - 1}."
+            # a layer around others comes before them; they are numbered within it
+            layer = next(filter(prefix.startswith, numbered), "")
+            name = numbered.get(layer, "") + prefix.removeprefix(layer)
+            yield _WRAPPERS.sub("", name), module, outer
+
+
+def _is_layer(name: str, module: Module) -> bool:
+    number = getattr(module, "layer_number", None)
+    return _LAYER.match(name) is not None and isinstance(number, int)
 
 
 def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
@@ -218,6 +232,11 @@ def why_adamw(weight: Weight, config: MuonConfig) -> str | None:
     return _why_adamw_by_itself(weight) if weight.param.numel() else "no elements"
 
 
+def is_muons(weight: Weight, config: MuonConfig) -> bool:
+    """Whether Muon updates the weight; see ``why_adamw``."""
+    return weight.param.dim() == 2 and why_adamw(weight, config) is None
+
+
 def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
     """The patterns that match a parameter's name, case and all, or that of a tied
     copy.
@@ -225,18 +244,14 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
     return [pattern for pattern in patterns if fits(pattern, weight.names)]
 
 
-def is_matched(weight: Weight, pattern: str, config: MuonConfig) -> bool:
-    """Whether one of ``config.patterns`` has an effect on a weight.
-
-    A pattern of ``splits`` or ``radii`` has one on Muon's weights only.
+def last_of(
+    weight: Weight, pairs: Sequence[tuple[str, Any]], default: Any
+) -> tuple[str, Any]:
+    """The last pattern that matches, and its value; "" and ``default`` where none
+    does.
     """
-    if not matching(weight, [pattern]):
-        return False
-    if any(pattern == given for given, _ in config.radii):
-        return why_adamw(weight, config) is None
-    if all(pattern != split for split, _ in config.splits):
-        return True
-    return weight.param.dim() == 2 and why_adamw(weight, config) is None
+    fitting = [pair for pair in pairs if fits(pair[0], weight.names)]
+    return fitting[-1] if fitting else ("", default)
 
 
 def is_adapter(weight: Weight) -> bool:
@@ -354,10 +369,10 @@ def partition_dim_of(weight: Weight) -> int | None:
 
 def is_cut(weight: Weight) -> bool:
     """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to
-    lack.
-
-    Marks of 2-D weights can be wrong: take ``partition_dim_of`` for them.
+    be wrong or to lack. Marks of experts' 2-D weights can be wrong.
     """
+    if weight.param.dim() == 2 and not weight.is_expert:
+        return partition_dim_of(weight) is not None
     marked = bool(getattr(weight.param, "tensor_model_parallel", False))
     return marked or _CUT_VECTOR.search(weight.name) is not None
 
@@ -377,16 +392,3 @@ def _is_embedding_or_output(weight: Weight) -> bool:
 def is_of_class(module: Module, *names: str) -> bool:
     """Whether a module is of one of these classes or a subclass, by name."""
     return not {cls.__name__ for cls in type(module).__mro__}.isdisjoint(names)
-
-
-def _model_wide(prefix: str, numbered: dict[str, str]) -> str:
-    """With layers numbered over all stages, and without the names of wrapping
-    modules.
-    """
-    for local in sorted(numbered, key=len):  # outer layers first
-        if prefix.startswith(local):
-            prefix = numbered[local] + prefix.removeprefix(local)
-            break
-    while prefix.startswith("module."):
-        prefix = prefix.removeprefix("module.")
-    return prefix

@@ -13,13 +13,13 @@ from megatron_muon.mcore.routing.param_routing import (
     NOT_IN_TABLE,
     Weight,
     is_cut,
-    is_matched,
-    partition_dim_of,
+    is_muons,
     weights,
     why_adamw,
 )
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.patterns import fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,9 @@ def _route(weight: Weight, sizes: Sizes, config: MuonConfig) -> Route:
         from megatron_muon.mcore.routing.by_pattern import require_usable
 
         require_usable(weight, muon, sizes, config)
-    if muon is not None:
-        replicated = muon.partition_dim is None
-    elif weight.param.dim() == 2 and not weight.is_expert:
-        replicated = partition_dim_of(weight) is None
-    else:
-        replicated = not is_cut(weight)
+    is_spread = is_cut(weight) if muon is None else muon.partition_dim is not None
     likes = sizes.ep if weight.is_expert else 1
-    if not replicated:
+    if is_spread:
         likes *= weight.tp_size
     return Route(weight, int(weight.param.numel()) * likes, muon, why)
 
@@ -78,13 +73,16 @@ def matched_patterns(
 ) -> set[str]:
     """The patterns of the settings that have an effect on these chunks."""
     every = list(weights(model_chunks, sizes)) if config.patterns else []
+    of_muons = dict(config.splits + config.radii)
 
     def is_used(pattern: str, weight: Weight) -> bool:
         if pattern in config.by_pattern:
             from megatron_muon.mcore.routing.by_pattern import has_effect
 
             return has_effect(weight, pattern, sizes, config)
-        return is_matched(weight, pattern, config)
+        if not fits(pattern, weight.names):
+            return False
+        return pattern not in of_muons or is_muons(weight, config)
 
     return {
         pattern

@@ -21,7 +21,7 @@ from megatron_muon.mcore.routing.param_routing import (
     Weight,
     is_adapter,
     is_of_class,
-    matching,
+    last_of,
     whole_shape,
 )
 from megatron_muon.planning.sections import Rows, Sections
@@ -141,17 +141,14 @@ def chosen_split(
     """The split of the last pattern that matches: of ``kinds``, one's ``own``, or a
     ValueError.
     """
-    chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
-    if not chosen:
-        return default
-    pattern, kind = chosen[-1]
+    pattern, kind = last_of(weight, config.splits, default)
     if kind not in kinds and not (own and own_split(kind)):
         raise ValueError(
             f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only "
             f"be {' or '.join(kinds)}: give another kind, or a pattern that does not "
             "match it"
         )
-    return kind
+    return str(kind)
 
 
 def _attention(weight: Weight, rows: int) -> FusedRows | None:
@@ -178,7 +175,7 @@ def _by_heads(groups: int, parts: Sequence[tuple[str, int, int]]) -> tuple[RowRu
 
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
     """The queries of a cross attention, which are not fused with keys and values."""
-    holder: Any = weight.holders[0] if weight.holders else None
+    holder = weight.holder
     linear = getattr(holder, "linear_q", None)
     if not isinstance(holder, CrossAttention) or weight.module is not linear:
         return None
@@ -191,9 +188,9 @@ def _queries(weight: Weight, rows: int) -> FusedRows | None:
 
 def _latent(weight: Weight, rows: int) -> FusedRows | None:
     """Multi-latent attention's: up-projections per head, down-projections in blocks."""
-    if not _is_held_by(weight, "MultiLatentAttention"):
+    if not is_of_class(weight.holder, "MultiLatentAttention"):
         return None
-    model: Any = weight.holders[0].config
+    model = weight.holder.config
     heads = model.num_attention_heads
     head = model.qk_head_dim
     rope = model.qk_pos_emb_head_dim
@@ -258,13 +255,13 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
     """
     if weight.leaf != "in_proj":
         return None
-    holder: Any = weight.holders[0] if weight.holders else None
+    holder = weight.holder
     sizes: dict[str, int] = {}
-    if _is_held_by(weight, "MambaMixer"):
+    if is_of_class(holder, "MambaMixer"):
         states = holder.ngroups * holder.d_state
         sizes = {"z": holder.d_inner, "x": holder.d_inner, "B": states, "C": states}
         sizes["dt"] = holder.nheads
-    elif _is_held_by(weight, "GatedDeltaNet", "GatedDeltaNet2"):
+    elif is_of_class(holder, "GatedDeltaNet", "GatedDeltaNet2"):
         sizes = _of_delta_net(holder)
     if sum(sizes.values()) != rows:
         return None
@@ -280,11 +277,6 @@ def _of_delta_net(net: Any) -> dict[str, int]:
         return {name: count * net.tp_size for name, count in of_rank}
     sizes = {"query": net.qk_dim, "key": net.qk_dim, "value": net.v_dim, "z": net.v_dim}
     return {**sizes, "beta": net.num_value_heads, "alpha": net.num_value_heads}
-
-
-def _is_held_by(weight: Weight, *class_names: str) -> bool:
-    """True where its linear is in a module of one of these classes or a subclass."""
-    return bool(weight.holders) and is_of_class(weight.holders[0], *class_names)
 
 
 # The first that knows a weight says how its rows lie: see ``fused_of``.

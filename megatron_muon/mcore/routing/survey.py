@@ -54,7 +54,7 @@ def remarks_on(route: Route, config: MuonConfig) -> Iterator[str]:
     name = of_any_number(weight.name)
     if route.muon is not None:
         if config.split_qkv and is_unknown_fusion(weight, whole_shape(weight)[0]):
-            holder = weight.holders[0] if weight.holders else weight.module
+            holder = weight.holder or weight.module
             yield (
                 f"{name} (in {type(holder).__name__}) is one matrix, since the order "
                 "of its rows is not known"

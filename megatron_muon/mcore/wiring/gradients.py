@@ -19,7 +19,6 @@ from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
     is_cut,
-    partition_dim_of,
 )
 from megatron_muon.mcore.routing.routes import Route
 from megatron_muon.runtime.nonfinite import HostCopy
@@ -152,10 +151,10 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
     if not weight.is_expert:
         if stage.tp.size() == 1:
             return None
-        if weight.param.dim() != 2:
-            # other biases and norms are marked as they are
-            return is_cut(weight) or None
-        return partition_dim_of(weight) is not None or stage.tp.rank() == 0
+        if is_cut(weight):
+            return True
+        # other biases and norms are marked as they are
+        return stage.tp.rank() == 0 if weight.param.dim() == 2 else None
     if stage.expert_tp is None or stage.expert_tp.size() == 1:
         return True  # EP spreads experts over TP ranks too: nobody else has this one
     if weight.is_module("GroupedMLP"):

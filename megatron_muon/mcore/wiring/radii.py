@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from megatron_muon.console import first_names
-from megatron_muon.mcore.routing.multipliers import last_of
-from megatron_muon.mcore.routing.param_routing import expert_name
+from megatron_muon.mcore.routing.param_routing import expert_name, last_of
 from megatron_muon.rules.hyperball import LEAST_NORM, Radii, norms_at_start
 from megatron_muon.runtime.collectives import Group, all_gather_json
 from megatron_muon.runtime.consensus import together
@@ -118,10 +117,10 @@ class RunRadii:
         """The radii that the settings name, by the name of the parameter."""
         given: dict[str, float] = {}
         for route in part.routes if self._config.radii else ():
-            radius = last_of(route.weight, self._config.radii)
+            _, radius = last_of(route.weight, self._config.radii, None)
             if radius is not None:
                 name = expert_name(route.weight.name, part.ep_rank, part.local_experts)
-                given[name] = radius
+                given[name] = float(radius)
         return given
 
 
