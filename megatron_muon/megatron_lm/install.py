@@ -39,6 +39,7 @@ from megatron_muon.settings.flags import (
     qk_clip_alpha,
     written,
 )
+from megatron_muon.settings.run_flags import OF_ADAMW
 
 _patches = Patches()
 
@@ -317,7 +318,7 @@ def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
     # imported where anything is asked
     core = sys.modules.get("megatron_muon.mcore.wiring.install")
     config = None if core is None else core.settings()
-    flags = {dest: written(args, dest) or None for dest in _AGREED}
+    flags = {dest: written(args, dest) or None for dest in (*_AGREED, *OF_ADAMW)}
     flags |= {dest: bool(written(args, dest)) for dest in ("load", "save")}
     core_version, _ = megatron_version()
     lines = agreed.run_lines(config or MuonConfig(), args.optimizer, core_version)
@@ -325,12 +326,7 @@ def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
         lines.append(f"--{dest.replace('_', '-')}: {value!r}")
     asks = bool(config or flags["adamw_from_muon"])
 
-    def device() -> Any:
-        from megatron_muon.mcore.host.shards import device_of
-
-        return device_of([])
-
-    agree_on_settings(lines, asks=asks, device=device)
+    agree_on_settings(lines, asks=asks)
     return result
 
 
@@ -338,8 +334,6 @@ def _initialize_megatron(original: Function, *rest: Any, **kwargs: Any) -> Any:
 _AGREED = (
     "muon_backend",
     "muon_from_adamw",
-    "adamw_from_muon",
-    "no_muon_checkpoint_digest",
     "finetune",
     "no_load_optim",
     "override_opt_param_scheduler",

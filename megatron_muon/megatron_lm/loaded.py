@@ -8,10 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.mcore.host.shards import device_of, parts_of
+from megatron_muon.mcore.host.shards import parts_of
 from megatron_muon.mcore.routing.param_routing import of_any_number
-from megatron_muon.runtime.collectives import all_gather_json
-from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.consensus import gathered
 
 Rates = tuple[float, float]  # a rate and a weight decay
 Parameter = tuple[bool, str]  # whether AdamW's, and its name
@@ -27,9 +26,7 @@ def say_loaded(optimizer: Any, folder: Path, *, is_checked: bool) -> None:
         optimizer: Muon's chain, after the load.
         is_checked: whether the files have been compared with the checkpoint's manifest.
     """
-    device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    of_rank = together(lambda: _of_this_rank(optimizer), None, device)
-    every = all_gather_json(of_rank, None)
+    every = gathered(lambda: _of_this_rank(optimizer))
     if dist.get_rank() != 0:
         return
     matrices = 0

@@ -11,8 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.runtime.collectives import all_gather_json
-from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.consensus import gathered, together
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.flags import flags_of_upstream
 
@@ -48,24 +47,18 @@ def from_other(
         return
     from megatron_muon.mcore.checkpoint.interop import adamw_after_muon, switch
     from megatron_muon.mcore.checkpoint.interop.saved import Saved
-    from megatron_muon.mcore.host.shards import device_of
 
-    device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    saved = together(lambda: Saved.of(folder), None, device)
-    how = _agreed(
-        lambda: _into_muon(args, saved) if muon else _into_adamw(saved), device
-    )
+    saved = together(lambda: Saved.of(folder))
+    how = _agreed(lambda: _into_muon(args, saved) if muon else _into_adamw(saved))
     if how in _CONVERSIONS and dist.get_rank() == 0:
         theirs = _settings_of_megatrons(optimizer) if how == "megatron's" else ""
         say(f"[megatron_muon] {folder} is {_CONVERSIONS[how]}{theirs}")
     with ExitStack() as reading:
         if how == "muon's":
-            settings = together(saved.settings, None, device)
+            settings = together(saved.settings)
             reading.enter_context(adamw_after_muon.reading_muon(optimizer, settings))
         elif how == "after muon":
-            former = together(
-                lambda: saved.settings(adamw_after_muon.YOUNG, "former"), None, device
-            )
+            former = together(lambda: saved.settings(adamw_after_muon.YOUNG, "former"))
             adamw_after_muon.go_on_after_muon(optimizer, former)
         elif how == "megatron's":
             reading.enter_context(_metadata_of_whole_weights())
@@ -86,19 +79,18 @@ def _settings_of_megatrons(optimizer: Any) -> str:
     return said if flags else ""
 
 
-def _agreed(find: Callable[[], str], device: Any) -> Any:
+def _agreed(find: Callable[[], str]) -> Any:
     """How to read the checkpoint; equal on all ranks, since collectives depend on
     it.
     """
-    how = together(find, None, device)
-    every = set(all_gather_json(how, None))
+    every = sorted(set(gathered(find)))
     if len(every) > 1:
         raise ValueError(
             "ranks see different files: a checkpoint must be on a file system that all "
             "of them share (some would read it as "
-            f"{', others as '.join(sorted(every))})"
+            f"{', others as '.join(every)})"
         )
-    return how
+    return every[0]
 
 
 def _into_muon(args: Namespace, saved: Any) -> str:

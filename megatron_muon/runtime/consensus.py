@@ -53,19 +53,23 @@ class PlanMismatchError(MuonError, RuntimeError):
     """
 
 
-def agree(lines: Sequence[str], group: Group | None, device: torch.device) -> None:
+def agree(
+    lines: Sequence[str],
+    group: Group | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Raise an error on every rank of the group if two ranks have different lines.
 
     Args:
         lines: of a name and a value, ``setting momentum: 0.95``.
-        group, device: None is the world; the device that it communicates from.
+        group, device: None is the world; the current GPU.
 
     Raises:
         PlanMismatchError: on every rank; names the first line that differs, with the
             values and ranks of the world.
     """
     number = int.from_bytes(fingerprint(lines)[:8], "big", signed=True)
-    every = collectives.all_gather_numbers([number], group, device)
+    every = collectives.all_gather_numbers([number], group, _or_current(device))
     if any(numbers != [number] for numbers in every):
         texts = collectives.all_gather_json("\n".join(lines), group)
         ranks = (collectives.world_rank(rank, group) for rank in range(len(texts)))
@@ -76,9 +80,7 @@ def agree(lines: Sequence[str], group: Group | None, device: torch.device) -> No
 _compared: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
 
-def agree_on_settings(
-    settings: Sequence[str], *, asks: bool, device: Callable[[], torch.device]
-) -> None:
+def agree_on_settings(settings: Sequence[str], *, asks: bool) -> None:
     """``agree`` of all ranks of the world, without a wait in AdamW's runs.
 
     These stay Megatron's: a rank that asks nothing of the plugin neither waits nor
@@ -105,7 +107,7 @@ def agree_on_settings(
     rank = dist.get_rank()
     first = _first_to_come(_ASKS if asks else f"{rank}\n{text}")
     if first == _ASKS:
-        agree(settings, None, device())
+        agree(settings)
     elif asks:
         other, _, theirs = first.partition("\n")
         raise _difference({int(other): theirs, rank: text})
@@ -191,8 +193,7 @@ def raise_together(
         if error is not None:
             raise error
         return
-    device = device or torch.device(torch.cuda.current_device())
-    flag = torch.tensor(error is not None, device=device)
+    flag = torch.tensor(error is not None, device=_or_current(device))
     try:
         if collectives.any_rank("muon/agree", flag, group):
             raise_quoting(error, group)
@@ -200,6 +201,10 @@ def raise_together(
         if error is None:
             raise
         raise error from lost  # it says more than that others do not answer
+
+
+def _or_current(device: torch.device | None) -> torch.device:
+    return device or torch.device(torch.cuda.current_device())
 
 
 def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:

@@ -31,6 +31,9 @@ class Flag:
     # a sentence about what holds without the flag; empty: the row's default
     without: str = ""
     name: str = ""  # the argument's name, if not made of the option
+    # The argument of a flag with which a run of AdamW may have it, too; empty: only
+    # Muon's runs may.
+    with_adamw: str = ""
 
     @property
     def dest(self) -> str:

@@ -108,6 +108,7 @@ class RunSettings:
         "files, and Muon's matrices.",
         kinds.OFF_SWITCH,
         without="By default it is written and checked.",
+        with_adamw="adamw_from_muon",
     )
     nonfinite_limit: int = row(
         3,

@@ -32,6 +32,7 @@ RUN_ROWS = (
         "on an AdamW checkpoint.",
         kinds.SWITCH,
         without="By default a Muon checkpoint is refused.",
+        with_adamw="adamw_from_muon",
     ),
     free_row(
         False,
@@ -53,3 +54,5 @@ RUN_ROWS = (
 FLAGS = tuple(flag for row in (*ROWS.values(), *RUN_ROWS) for flag in row.flags)
 # Arguments of the flags that a run with any optimizer may have.
 OF_ANY = ("muon_cpu",)
+# Arguments that a run with AdamW may have beside a certain other one.
+OF_ADAMW = {flag.dest: flag.with_adamw for flag in FLAGS if flag.with_adamw}

@@ -318,6 +318,7 @@ class UpdateSettings:
         "decay.",
         kinds.SWITCH,
         without="By default they are not decayed.",
+        with_adamw="weight_decay_all_params",
     )
     cautious_decay: bool = row(
         False,
@@ -364,6 +365,7 @@ class UpdateSettings:
         "--qk-clip, from core 0.16 on.",
         kinds.POSITIVE.or_none(),
         without="The default is no clip.",
+        with_adamw="muon_qk_clip",
     )
     qk_clip_alpha: float = row(
         0.5,
@@ -371,4 +373,5 @@ class UpdateSettings:
         "The queries' share of the clip of --muon-qk-clip, above 0 and below 1.",
         kinds.number("in (0, 1)", lambda value: 0 < value < 1),
         without="The default is 0.5, an equal share.",
+        with_adamw="muon_qk_clip_alpha",
     )

@@ -381,7 +381,7 @@ def agree(config: MuonConfig, arguments: Mapping[str, Any], *, asks: bool) -> No
     lines += [
         f"{name} of the model: {getattr(model, name, None)!r}" for name in _OF_MODEL
     ]
-    agree_on_settings(lines, asks=asks, device=lambda: device_of(model_chunks))
+    agree_on_settings(lines, asks=asks)
 
 
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, enum.Enum, type(None))

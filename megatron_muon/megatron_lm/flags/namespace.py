@@ -19,15 +19,7 @@ from megatron_muon.settings.flags import (
     written,
 )
 from megatron_muon.settings.rules import MATCHED
-from megatron_muon.settings.run_flags import FLAGS, OF_ANY, RUN_ROWS
-
-# Flags that a run with AdamW may have.
-_OF_ADAM = (
-    "adamw_from_muon",
-    "weight_decay_all_params",
-    "muon_qk_clip",
-    "muon_qk_clip_alpha",
-)
+from megatron_muon.settings.run_flags import FLAGS, OF_ADAMW, OF_ANY, RUN_ROWS
 
 
 def parsed() -> Any:
@@ -69,10 +61,9 @@ def remove_flags(args: Namespace) -> None:
     kept = set(megatron_defaults(args))
     if args.optimizer in MUONS:  # with --muon-backend upstream
         kept.add("muon_backend")
-    others = OF_ANY + (_OF_ADAM if args.optimizer == "adam" else ())
-    kept |= {dest for dest in others if written(args, dest)}
-    if "adamw_from_muon" in kept:
-        kept.add("no_muon_checkpoint_digest")
+    kept |= {dest for dest in OF_ANY if written(args, dest)}
+    if args.optimizer == "adam":
+        kept |= {dest for dest, beside in OF_ADAMW.items() if written(args, beside)}
     foreign = foreign_flags(args, kept)
     if foreign:
         raise ValueError(

@@ -158,10 +158,8 @@ def _error_of_comparing(first: str, second: str) -> str:
         return "does not come"
     if rank == 1:
         _let_the_other_come_first()
-    lines, cpu = [f"optimizer: {who}"], torch.device("cpu")
-    return error_of(
-        lambda: agree_on_settings(lines, asks=who == "muon", device=lambda: cpu)
-    )
+    lines = [f"optimizer: {who}"]
+    return error_of(lambda: agree_on_settings(lines, asks=who == "muon"))
 
 
 def test_adamw_waits_for_no_rank_and_muon_for_no_adamw() -> None:
@@ -204,9 +202,10 @@ def test_megatron_lms_ranks_compare_flags_as_soon_as_they_can() -> None:
 def _errors_of_flags() -> dict[str, str]:
     """Of flags that rank 1 alone has."""
     from megatron_muon.megatron_lm import install
+    from megatron_muon.settings.run_flags import OF_ADAMW
 
     texts = {}
-    for dest in (*install._AGREED, "load", "save"):
+    for dest in (*install._AGREED, *OF_ADAMW, "load", "save"):
         given = {dest: "given"} if dist.get_rank() == 1 else {}
         args = SimpleNamespace(optimizer="muon", **given)
         training = SimpleNamespace(get_args=lambda args=args: args)

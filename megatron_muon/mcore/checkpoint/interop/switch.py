@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.interop.saved import Saved
 from megatron_muon.mcore.checkpoint.state import FromAdamW
-from megatron_muon.mcore.host.shards import device_of, owned_shards, parts_of
+from megatron_muon.mcore.host.shards import owned_shards, parts_of
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, write_halves
@@ -35,8 +35,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
 
     A momentum coefficient that differs is printed, as other settings are.
     """
-    device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    source = together(lambda: _source(Saved.of(folder), optimizer), None, device)
+    source = together(lambda: _source(Saved.of(folder), optimizer))
     with (
         replaced(optimizer, source=source),
         _converting(optimizer, "Megatron's own Muon", main_is_weight=source.is_fp32),
@@ -57,8 +56,7 @@ def _converting(optimizer: Any, writer: str, **modes: Any) -> Iterator[None]:
         for part in parts:
             loading.enter_context(replaced(part, **modes))
         yield
-    device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    together(lambda: _check_main_params(parts, writer), None, device)
+    together(lambda: _check_main_params(parts, writer))
     for part in parts:
         part.half_loaded = False
 
