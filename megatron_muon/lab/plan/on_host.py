@@ -43,16 +43,17 @@ def on_host(
     )
     size = optimizers[0].plan.size
     first, moved, adamw = [0.0] * size, [0.0] * size, [0.0] * size
-    for one in (one for one in optimizers if one.held.on_host):
-        held, muon = one.held, one.muon if with_muon else [0] * size
-        for rank, (elements, muons) in enumerate(zip(one.elements, muon, strict=True)):
+    for one in optimizers:
+        held = one.held
+        both = zip(one.elements, one.muon, strict=True)
+        for rank, (elements, muon) in enumerate(both):
+            muons = muon * with_muon
             moved[rank] += held.on_host * muons * (held.momentum + held.main)
             adamw[rank] += held.on_host * (elements - muons)
-    held, plan = optimizers[0].held, optimizers[0].plan
-    if with_muon and held.on_host and plan.rounds:
-        first = [
-            held.on_host * held.momentum * begun for begun in rounds_of(plan)[0].held
-        ]
+    held = optimizers[0].held
+    rounds = rounds_of(optimizers[0].plan)
+    if with_muon and rounds:
+        first = [held.on_host * held.momentum * begun for begun in rounds[0].held]
     return [
         HostTime(bytes_before / link, nbytes / link, elements * of_adamw)
         for bytes_before, nbytes, elements in zip(first, moved, adamw, strict=True)

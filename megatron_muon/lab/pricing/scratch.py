@@ -7,7 +7,7 @@ single numbers.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from megatron_muon.lab.pricing.kernels import batches
@@ -40,23 +40,21 @@ def of_newton_schulz(
         numerics: of the run, on a GPU.
     """
     round_of = plan.round_of()
-    strips: list[list[list[Matrix]]] = [
-        [[] for _ in range(plan.size)] for _ in plan.rounds
-    ]
+    strips: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
     for matrix in plan.matrices:
         if matrix.strip is not None:
-            strips[round_of[matrix.parameter]][matrix.home].append(matrix)
+            strips[round_of[matrix.parameter], matrix.home].append(matrix)
     limit = scratch_limit(plan.matrices)
+
+    def highest(number: int, rank: int) -> int:
+        most = _of_batches(works[number], rank, numerics, limit) * plan.itemsize
+        for own in _by_matrix(strips[number, rank]):
+            most = max(most, _of_strips(own, plan.size, numerics))
+        return most
+
     return [
-        [
-            max(
-                _of_batches(work, rank, numerics, limit) * plan.itemsize,
-                *(_of_strips(own, plan.size, numerics) for own in _by_matrix(here)),
-                0,
-            )
-            for rank, here in enumerate(ranks)
-        ]
-        for work, ranks in zip(works, strips, strict=True)
+        [highest(number, rank) for rank in range(plan.size)]
+        for number in range(len(works))
     ]
 
 

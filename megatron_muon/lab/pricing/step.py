@@ -267,11 +267,10 @@ class _Steps:
         for layout, count in work.layouts[rank].items():
             rows, cols = layout[:2]
             numerics = self._numerics.where(layout.own)
-            if numerics.config.scale_mode == "update_norm":  # two reads and a write
-                nbytes = 3 * self._itemsize * rows * cols * count
+            nbytes = 3 * self._itemsize * rows * cols * count  # two reads and a write
+            if numerics.config.scale_mode == "update_norm":
                 cost += stream(self._hardware, nbytes, _TO_NORM)
-            if row_of(numerics.config.rule).moments:  # likewise
-                nbytes = 3 * self._itemsize * rows * cols * count
+            if row_of(numerics.config.rule).moments:
                 cost += stream(self._hardware, nbytes, _TO_MOMENTS * count)
             if layout.shared is not None:
                 strip = self._strip(layout.shared, rows * cols, numerics)

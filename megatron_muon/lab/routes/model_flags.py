@@ -93,7 +93,8 @@ class CommandLine:
         options = self.options(flags)
         if self.script is None:
             options.world_size = _world_size(options, options)
-            return _settled(options)
+            config = muon_settings(options)
+            return Run(options, config, ranks_of(options), leaves_buckets(options))
         from megatron_muon.lab.dry_run.script import arguments_of
 
         arguments = [*self._arguments, *self._split(flags)[1]]
@@ -200,12 +201,6 @@ def said(error: BaseException) -> str:
         f"{type(error).__name__} in {code.co_name} "
         f"({code.co_filename}:{traceback.tb_lineno})"
     )
-
-
-def _settled(flags: Namespace) -> Run:
-    """Check the flags of a GPT."""
-    config = muon_settings(flags)
-    return Run(flags, config, ranks_of(flags), leaves_buckets(flags))
 
 
 def _world_size(options: Namespace, sizes: Namespace) -> int | None:
