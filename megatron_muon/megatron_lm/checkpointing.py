@@ -163,10 +163,13 @@ def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException:  # torch's CheckpointException is no Exception
-        folder = None
+        from megatron_muon.mcore.checkpoint.interop.saved import Saved
+
+        is_muons = False
         with suppress(Exception):  # then Megatron's own error is raised
             folder = _latest(str(load_dir), _step(flags))
-        if folder is None or not _is_of_muon(folder):
+            is_muons = folder is not None and Saved.of(folder).writer == "muon"
+        if not is_muons:
             raise
         way = (
             "give --adamw-from-muon (Adam's moments of what Muon had start at "
@@ -178,14 +181,6 @@ def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
             f"{folder} has Muon's optimizer state: {way}load the model alone "
             "(--no-load-optim)"
         ) from None  # the keys that are missing fill pages on every rank
-
-
-def _is_of_muon(folder: Path) -> bool:
-    from megatron_muon.mcore.checkpoint.interop.saved import Saved
-
-    with suppress(Exception):
-        return Saved.of(folder).writer == "muon"
-    return False
 
 
 def _is_checked(flags: Any, folder: Path | None, optimizer: Any, is_muon: bool) -> bool:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 class MegatronLM(Host):
     """Steps are its iterations; scalars go where it writes."""
 
-    def __init__(self, *, leaves_buckets: bool = False) -> None:
-        self._leaves_buckets = leaves_buckets
-
     def step(self) -> int | None:
         """The iteration under way, as Megatron's log numbers it; None outside its
         loop.
@@ -42,10 +39,6 @@ class MegatronLM(Host):
             tensorboard.add_scalar(name, value, step)
         if wandb is not None:
             wandb.log(dict(scalars), step)
-
-    def leaves_buckets(self) -> bool:
-        """Whether its flags leave the number of buckets to the plugin."""
-        return self._leaves_buckets
 
     def take_buckets(self, chosen: Buckets) -> None:
         """Print the reason."""

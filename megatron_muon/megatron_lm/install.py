@@ -24,7 +24,6 @@ from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
     given_on,
     mend_help,
-    muon_backend,
     shorten_errors,
 )
 from megatron_muon.megatron_lm.host import MegatronLM
@@ -79,7 +78,8 @@ def uninstall_training() -> None:
 
 def asks_for_muon(args: Any) -> bool:
     """Whether parsed arguments ask for this package's Muon, not for Megatron's own."""
-    return getattr(args, "optimizer", None) in MUONS and muon_backend(args) == "plugin"
+    is_muon = getattr(args, "optimizer", None) in MUONS
+    return is_muon and written(args, "muon_backend") != "upstream"
 
 
 # --- the wrappers ---------------------------------------------------------------------
@@ -123,11 +123,9 @@ def _validate_args(
     of ``use_distributed_optimizer``.
     """
     is_muon = asks_for_muon(args)
-    again = is_muon and namespace.is_on(args)  # a namespace may be validated twice
-    lines: list[str] = []
-    if not is_muon:
-        lines = _without_muon(args)
-    elif not again:
+    is_new = is_muon and not namespace.is_on(args)  # it may be validated twice
+    lines = [] if is_muon else _without_muon(args)
+    if is_new:
         _install_muon(args)
     hidden: dict[str, Any] = {"optimizer": "adam"} if is_muon else {}
     if _is_on_cpu():
@@ -136,9 +134,8 @@ def _validate_args(
         hidden |= {name: False for name in _LOGITS if getattr(args, name, False)}
     with replaced(args, **hidden):
         result = original(args, defaults or {}, **kwargs)
-    if is_muon:
-        if not again:
-            set_host(MegatronLM(leaves_buckets=bucketing.leaves_buckets(args)))
+    if is_new:
+        set_host(MegatronLM(leaves_buckets=bucketing.leaves_buckets(args)))
     _tell(lines)
     return result
 
@@ -217,23 +214,18 @@ def _install_muon(args: Any) -> None:
     """Check a run with Muon, install Muon, and write its settings into ``args``."""
     check_hooks()  # before the imports below, which import names of Megatron's
     from megatron_muon.mcore.wiring.install import install
+    from megatron_muon.mcore.wiring.validate import raise_all
 
     namespace.refuse_megatrons_names(args)
-    _check(args)
+    raise_all(faults_of(args))
     config = muon_config(args)
     install(config)
     namespace.write_all(args, config)
     args.megatron_muon = True
 
 
-def _check(args: Any) -> None:
-    """Refuse by the flags what the optimizer would refuse once the model is built."""
-    from megatron_muon.mcore.wiring.validate import raise_all
-
-    raise_all(_faults(args))
-
-
-def _faults(args: Any) -> Iterator[Exception]:
+def faults_of(args: Any) -> Iterator[Exception]:
+    """What the optimizer would refuse once the model is built, by the flags."""
     from megatron_muon.mcore.wiring.validate import refused_modes
 
     if not args.use_distributed_optimizer:

@@ -111,7 +111,8 @@ def _run(script: Path, checkout: Path) -> None:
         without_gpu()
         training = importlib.import_module("megatron_muon.megatron_lm.install")
         training.install_training()
-        training.wrap("megatron.training.initialize", *_COMPILES)
+        module = "megatron.training.initialize"
+        training.wrap(module, "initialize_megatron", _initialize_megatron)
         runpy.run_path(str(script), run_name="__main__")
     except ModuleNotFoundError as error:
         install = what_to_install(checkout / "megatron" / "core", error)
@@ -154,9 +155,6 @@ def _initialize_megatron(
         text = "no module named 'psutil', without which saves in torch_dist hang"
         raise ModuleNotFoundError(text, name="psutil")
     return result
-
-
-_COMPILES = "initialize_megatron", _initialize_megatron
 
 
 def compile_helper() -> None:

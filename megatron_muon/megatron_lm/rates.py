@@ -32,25 +32,22 @@ def of_this_run(optimizer: Any, scheduler: Any, *, override: bool) -> Iterator[N
         scheduler: Megatron's OptimizerParamScheduler of ``optimizer``; or None.
         override: whether the run has ``--override-opt_param-scheduler``.
     """
-    parts = optimizer.chained_optimizers if optimizer is not None else []
-    before = [[_read(group) for group in part.param_groups] for part in parts]
+    if optimizer is None:
+        yield
+        return
+    before = [_read(group) for group in optimizer.param_groups]
     yield
     if override:
-        for part, own in zip(parts, before, strict=True):
-            for group, values in zip(part.param_groups, own, strict=True):
-                _put_back(group, values)
-    if parts and scheduler is not None:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            for key in _READ:
+                group.pop(key, None)
+            group.update(own)
+    if scheduler is not None:
         scheduler.step(increment=0)
 
 
 def _read(group: Group) -> Group:
     return {key: group[key] for key in _READ if key in group}
-
-
-def _put_back(group: Group, own: Group) -> None:
-    for key in _READ:
-        group.pop(key, None)
-    group.update(own)
 
 
 @contextmanager

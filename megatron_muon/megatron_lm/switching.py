@@ -134,10 +134,9 @@ def _metadata_of_whole_weights() -> Iterator[None]:
     from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 
     # core 0.13 and later
-    original = getattr(dist_checkpointing, "load_content_metadata", None)
+    original: Any = getattr(dist_checkpointing, "load_content_metadata", None)
 
     def load_content_metadata(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        assert original is not None
         metadata = original(*args, **kwargs) or {}
         return {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS}
 

@@ -38,12 +38,6 @@ class Chooser(Host):
 
     chosen: Buckets = Buckets()
 
-    def __init__(self, *, leaves_buckets: bool) -> None:
-        self._leaves_buckets = leaves_buckets
-
-    def leaves_buckets(self) -> bool:
-        return self._leaves_buckets
-
     def take_buckets(self, chosen: Buckets) -> None:
         self.chosen = chosen
 
@@ -98,7 +92,7 @@ def _choosing_buckets(config: MuonConfig, chooser: Chooser) -> Iterator[None]:
     """
     patches = Patches()
     before = host()
-    if chooser.leaves_buckets():
+    if chooser.leaves_buckets:
         name = "DistributedDataParallel.__init__"
         patches.wrap("megatron.core.distributed", name, partial(build, config))
     set_host(chooser)

@@ -110,7 +110,7 @@ class CommandLine:
             args, config, notes = arguments_of(
                 self.script, arguments, world_size or ranks_of(sizes).world
             )
-        return Run(args, config, ranks_of(args), host().leaves_buckets(), tuple(notes))
+        return Run(args, config, ranks_of(args), host().leaves_buckets, tuple(notes))
 
     def _split(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
         """The flags that are the command's options, and those of the script."""

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """A training loop that tells the plugin nothing; subclasses know more."""
+    """A training loop that tells the plugin nothing; subclasses know more.
+
+    ``leaves_buckets`` says whether the plugin chooses the number of buckets.
+    """
+
+    def __init__(self, *, leaves_buckets: bool = False) -> None:
+        self.leaves_buckets = leaves_buckets
 
     def step(self) -> int | None:
         """The number of the step under way, from 1 and the same on all ranks; None: not
@@ -26,10 +32,6 @@ class Host:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a step's scalars by name, on the rank that writes."""
-
-    def leaves_buckets(self) -> bool:
-        """Whether the plugin chooses the number of buckets."""
-        return False
 
     def take_buckets(self, chosen: Buckets) -> None:
         """Take what is chosen."""

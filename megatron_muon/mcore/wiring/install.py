@@ -266,7 +266,7 @@ def _check_config(original: Function, config: Any) -> None:
 def _build_ddp(original: Function, /, *args: Any, **kwargs: Any) -> None:
     """Wraps DistributedDataParallel's, whose grad buffers may get fewer buckets."""
     assert _config is not None
-    if not host().leaves_buckets():
+    if not host().leaves_buckets:
         original(*args, **kwargs)
         return
     from megatron_muon.mcore.wiring.buffers.bucket_layout import build

@@ -16,6 +16,7 @@ from megatron_muon.settings.flags import (
     flags_of_upstream,
     foreign_flags,
     megatron_defaults,
+    upstream_settings,
     written,
 )
 from megatron_muon.settings.rules import MATCHED
@@ -54,12 +55,22 @@ def remove_flags(args: Namespace) -> None:
     are removed. A second call has no effect.
 
     Raises:
-        ValueError: a flag is given that only the plugin has and that would be ignored.
+        ValueError: a flag is given that only the plugin has and that would be ignored;
+            or Megatron's own Muon is asked for, which this Megatron has not.
     """
     if not hasattr(args, KEPT):
         return
     kept = set(megatron_defaults(args))
-    if args.optimizer in MUONS:  # with --muon-backend upstream
+    run = f"--optimizer {args.optimizer}"
+    instead = "give --optimizer muon"
+    if args.optimizer in MUONS:
+        run += " --muon-backend upstream"
+        instead = "leave out --muon-backend"
+        if not any(upstream_settings(megatron_defaults(args))):
+            raise ValueError(
+                f"{run}: this Megatron has no Muon of its own (core 0.16 and later "
+                f"have); {instead}"
+            )
         kept.add("muon_backend")
     kept |= {dest for dest in OF_ANY if written(args, dest)}
     if args.optimizer == "adam":
@@ -68,8 +79,7 @@ def remove_flags(args: Namespace) -> None:
     if foreign:
         raise ValueError(
             f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this "
-            f"run has --optimizer {args.optimizer}: leave it out, or give --optimizer "
-            "muon"
+            f"run has {run}: leave it out, or {instead}"
         )
     restore_defaults(args)
     for dest in {flag.dest for flag in FLAGS} - kept:

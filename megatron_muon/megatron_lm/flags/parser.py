@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,12 +21,8 @@ from megatron_muon.settings import left
 from megatron_muon.settings.flags import (
     KEPT,
     MUONS,
-    foreign_flags,
-    megatron_defaults,
-    upstream_settings,
-    written,
 )
-from megatron_muon.settings.run_flags import FLAGS, OF_ANY
+from megatron_muon.settings.run_flags import FLAGS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,29 +141,3 @@ def _muons_options(parser: argparse.ArgumentParser) -> list[str]:
     return [
         option for option in options if option.startswith("--muon-") or option in known
     ]
-
-
-def muon_backend(args: Namespace) -> str:
-    """The implementation of ``--optimizer muon``: ``plugin``, or ``upstream``
-    (Megatron's own).
-
-    Raises:
-        ValueError: upstream is asked for, and this Megatron has no Muon of its own, or
-            lacks another flag that is given.
-    """
-    if written(args, "muon_backend") != "upstream":
-        return "plugin"
-    if not hasattr(args, KEPT):
-        return "upstream"  # ``remove_flags`` has already handled these arguments
-    if not any(upstream_settings(megatron_defaults(args))):
-        raise ValueError(
-            "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 "
-            "and later have); leave it out"
-        )
-    foreign = foreign_flags(args, {*megatron_defaults(args), "muon_backend", *OF_ANY})
-    if foreign:
-        raise ValueError(
-            "--muon-backend upstream leaves everything to Megatron's own Muon, which "
-            f"has no {', '.join(foreign)} in this version: use only one of the two"
-        )
-    return "upstream"

@@ -19,10 +19,8 @@ class OpenLoop(Host):
     """Keeps what is chosen."""
 
     def __init__(self) -> None:
+        super().__init__(leaves_buckets=True)
         self.taken: list[Buckets] = []
-
-    def leaves_buckets(self) -> bool:
-        return True
 
     def take_buckets(self, chosen: Buckets) -> None:
         self.taken.append(chosen)

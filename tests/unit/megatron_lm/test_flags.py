@@ -9,14 +9,15 @@ import pytest
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags.namespace import (
     refuse_megatrons_names,
+    remove_flags,
     restore_defaults,
     write_all,
 )
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
-    muon_backend,
     shorten_errors,
 )
+from megatron_muon.megatron_lm.install import asks_for_muon
 from megatron_muon.settings import left
 from megatron_muon.settings.flags import MUONS, muon_config
 from megatron_muon.settings.run_flags import FLAGS
@@ -184,6 +185,7 @@ def test_in_deterministic_mode_no_matrix_is_shared_unless_asked(version: str) ->
 
 # --- Megatron's own Muon --------------------------------------------------------------
 
+UPSTREAM = "--optimizer muon --muon-backend upstream"
 # flags of Megatron's own Muon that are no setting here, and what is said of them
 DONE_HERE = [
     "--muon-tp-mode duplicated --tensor-model-parallel-size 2",
@@ -268,25 +270,27 @@ def test_a_name_of_megatrons_is_refused_for_muon(
 
 @EVERY
 def test_the_plugin_runs_muon_unless_it_is_told_otherwise(version: str) -> None:
-    assert muon_backend(parsed(version)) == "plugin"
-    assert muon_backend(parsed(version, "--muon-backend plugin")) == "plugin"
+    assert asks_for_muon(parsed(version, "--optimizer muon"))
+    assert asks_for_muon(parsed(version, "--optimizer muon --muon-backend plugin"))
 
 
 def test_megatrons_own_muon_needs_a_megatron_that_has_one() -> None:
     with pytest.raises(
         ValueError, match="--muon-backend upstream: this Megatron has no Muon"
     ):
-        muon_backend(parsed("0.12", "--muon-backend upstream"))
+        remove_flags(parsed("0.12", UPSTREAM))
 
 
 @WITH_MUON
 def test_megatrons_own_muon_takes_its_own_flags_and_no_other(version: str) -> None:
-    upstream = ("--muon-backend", "upstream")
-    assert (
-        muon_backend(parsed(version, *upstream, "--muon-tp-mode blockwise"))
-        == "upstream"
-    )
-    for given in (["--muon-homes", "local"], ["--no-muon-nesterov"]):
-        with pytest.raises(ValueError, match=f"has no {given[0]} in this version"):
-            muon_backend(parsed(version, *upstream, *given))
-    assert muon_backend(parsed(version, *upstream, "--muon-cpu")) == "upstream"
+    for given in ("--muon-homes local", "--no-muon-nesterov"):
+        args = parsed(version, UPSTREAM, given)
+        assert not asks_for_muon(args)
+        option = given.split()[0]
+        with pytest.raises(ValueError, match=f"{option} is .*leave out --muon-backend"):
+            remove_flags(args)
+    for given in ("--muon-tp-mode blockwise", "--muon-cpu"):
+        args = parsed(version, UPSTREAM, given)
+        assert not asks_for_muon(args)
+        remove_flags(args)
+        assert args.muon_backend == "upstream"

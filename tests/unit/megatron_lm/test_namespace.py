@@ -10,9 +10,10 @@ import json
 import pytest
 import torch
 
+from megatron_muon.mcore.wiring.validate import raise_all
 from megatron_muon.megatron_lm.flags.namespace import remove_flags, write_all
-from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
-from megatron_muon.megatron_lm.install import _check, asks_for_muon
+from megatron_muon.megatron_lm.flags.parser import add_flags, given_on
+from megatron_muon.megatron_lm.install import asks_for_muon, faults_of
 from megatron_muon.settings.flags import MUONS, muon_config
 from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import (
@@ -36,7 +37,7 @@ def test_all_refused_flags_are_in_one_error() -> None:
         "off.*--optimizer-cpu-offload without"
     )
     with pytest.raises(ValueError, match=each):
-        _check(args)
+        raise_all(faults_of(args))
 
 
 # --- a run that is not this package's Muon --------------------------------------------
@@ -116,7 +117,7 @@ def test_megatrons_own_muon_keeps_its_flags(version: str, name: str) -> None:
     remove_flags(args)
     expected = vars(parser_of(version).parse_args(given))
     assert vars(args) == {**expected, "muon_backend": "upstream"}
-    assert muon_backend(args) == "upstream" and not asks_for_muon(args)
+    assert not asks_for_muon(args)
 
 
 # --- a run that is --------------------------------------------------------------------
