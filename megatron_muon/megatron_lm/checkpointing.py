@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import (
     AbstractContextManager,
-    ExitStack,
     contextmanager,
     nullcontext,
     suppress,
@@ -57,20 +56,19 @@ def save_checkpoint(
     flags = parsed()
     call = inspect.signature(original).bind(iteration, model, *args, **kwargs)
     asked = call.arguments
+    write = partial(original, *call.args, **call.kwargs)
     is_torch = not (flags.use_dist_ckpt or asked.get("non_persistent_ckpt"))
-    with ExitStack() as sealing:
-        if is_on(flags) and is_torch and "://" not in flags.save:
-            from megatron_muon.mcore.checkpoint.seal import saving
+    if not (is_on(flags) and is_torch) or "://" in flags.save:
+        return write()
+    from megatron_muon.mcore.checkpoint.seal import sealed
 
-            folder = _checkpointing().get_checkpoint_name(
-                flags.save,
-                iteration,
-                release=asked.get("release", False),
-                return_base_dir=True,
-            )
-            record = getattr(asked["optimizer"], "record", None)
-            sealing.enter_context(saving(record, Path(folder)))
-        return original(iteration, model, *args, **kwargs)
+    folder = _checkpointing().get_checkpoint_name(
+        flags.save,
+        iteration,
+        release=asked.get("release", False),
+        return_base_dir=True,
+    )
+    return sealed(write, str(folder), getattr(asked["optimizer"], "record", None))
 
 
 # --- loading --------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Saves end with a manifest, and loads begin with a check against it.
 
 ``save`` and ``load`` wrap those of ``megatron.core.dist_checkpointing`` for all
-callers. They act in a process that has built a model for Muon. ``saving`` does the same
+callers. They act in a process that has built a model for Muon. ``sealed`` does the same
 around a save in Megatron-LM's old format, which only ``torch.save`` writes.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,14 @@ from megatron_muon.mcore.checkpoint.absent import drop_absent, explained
 from megatron_muon.mcore.checkpoint.buffers import RECORD
 from megatron_muon.mcore.checkpoint.manifest import DigestError, Manifest
 from megatron_muon.mcore.checkpoint.matrices import Record, require_same_matrices
+from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.runtime.collectives import all_gather_json
 from megatron_muon.runtime.consensus import by_rank_0, gathered, together
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
 
-T = TypeVar("T")
-_THREADS = 4  # that hash a rank's files; a rank seldom writes more than two
+_THREADS = 4  # that hash a rank's share of the files
 _INTEGRITY = "integrity.json"  # Megatron's hashes, among them the manifest's
 # torch_dist: the rank that wrote it, and a number
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -63,31 +63,46 @@ def save(
     **kwargs: Any,
 ) -> Any:
     """Megatron's save, and the manifest. Every rank of the world calls it."""
-    finish = _begun(str(checkpoint_dir), record_in(sharded_state_dict))
-    if finish is None:
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     # since core 0.19; the manifest comes first
-    if kwargs.pop("verify_integrity", False):
-        finish = partial(finish, has_integrity=True)
-    with _quiet_about_the_mark(Path(checkpoint_dir)):
-        request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    has_integrity = bool(_wanted) and kwargs.pop("verify_integrity", False)
+    write = partial(original, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    record = record_in(sharded_state_dict)
+    return sealed(write, str(checkpoint_dir), record, has_integrity=has_integrity)
+
+
+def sealed(
+    write: Callable[[], Any],
+    folder: str,
+    record: Record | None,
+    *,
+    has_integrity: bool = False,
+) -> Any:
+    """Mark a folder, ``write`` a checkpoint into it, and write its manifest once all of
+    it is there; the result of ``write``, which is Megatron's request of a save in the
+    background, or None.
+
+    Without a manifest an earlier one, which does not fit what is written then, is
+    removed. Every rank of the world calls it. ``record`` is rank 0's.
+
+    Args:
+        has_integrity: Megatron's own hashes are to come after the manifest
+            (``--verify-integrity``).
+    """
+    if not _wanted:
+        if _wanted is not None:
+            stale = Path(folder) / manifest.FILE_NAME
+            by_rank_0(lambda: stale.unlink(missing_ok=True))
+        return write()
+    path = _local(folder)
+    mark = by_rank_0(lambda: manifest.begin(path))
+    finish = partial(_finish, path, mark, record, has_integrity)
+    with _quiet_about_the_mark(path):
+        request = write()
     if request is None:
         finish()
     else:  # Megatron's metadata come before the manifest, its tracker after
         request.finalize_fns.append(finish)
     return request
-
-
-@contextmanager
-def saving(record: Record | None, folder: Path) -> Iterator[None]:
-    """Mark a folder before a save by ``torch.save``, and write its manifest after it.
-
-    All ranks of the world enter and exit it together.
-    """
-    finish = _begun(str(folder), record)
-    yield
-    if finish is not None:
-        finish()
 
 
 def record_in(state: Any) -> Record | None:
@@ -101,30 +116,11 @@ def record_in(state: Any) -> Record | None:
     return next(filter(None, map(record_in, state)), None)
 
 
-def _begun(folder: str, record: Record | None) -> Callable[..., None] | None:
-    """Mark the folder of a save; returns what finishes it.
-
-    None where it gets no manifest. An earlier one, which does not fit what is written
-    then, is removed.
-    """
-    if _wanted is None:
-        return None
-    if not _wanted:
-        stale = Path(folder) / manifest.FILE_NAME
-        by_rank_0(lambda: stale.unlink(missing_ok=True))
-        return None
-    path = _local(folder)
-    mark = by_rank_0(lambda: manifest.begin(path))
-    return partial(_finish, path, mark, record)
-
-
 def _finish(
-    folder: Path, mark: str, record: Record | None, *, has_integrity: bool = False
+    folder: Path, mark: str, record: Record | None, has_integrity: bool
 ) -> None:
-    """Hash the files and mark the folder as complete. Every rank of the world calls it.
-
-    ``record`` is rank 0's.
-    ``has_integrity``: Megatron's own hashes come after it (``--verify-integrity``).
+    """Hash the files and mark the folder as complete. Every rank of the world calls
+    it.
     """
     together(lambda: None)  # every rank's files are there
     files: dict[str, Any] = {}
@@ -132,7 +128,7 @@ def _finish(
         files |= of_rank
     wrote = {
         "megatron_muon": __version__,
-        "megatron_core": str(importlib.import_module("megatron.core").__version__),
+        "megatron_core": megatron_version()[0],
         "torch": str(torch.__version__),
         "world_size": dist.get_world_size(),
     }
@@ -147,24 +143,17 @@ def _hashed(folder: Path) -> dict[str, Any]:
     """The sizes and hashes of the shards of torch_dist that this rank has written; on
     rank 0 also those of all files that are no shards.
     """
-    names = []
+    # by torch's CRC-32s if it computed them (2.6 can be told not to)
+    summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
+    files = {}
     for path in folder.rglob("*"):
         is_later = manifest.is_own(path.name) or path.name == _INTEGRITY
         shard = _SHARD.fullmatch(path.name)
         writer = int(shard[1]) if shard else 0
         if writer == dist.get_rank() and not is_later and path.is_file():
-            names.append(str(path.relative_to(folder)))
-    # by torch's CRC-32s if it computed them (2.6 can be told not to)
-    summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
-    return _in_threads(
-        lambda name: manifest.entry(folder / name, written=summed), names
-    )
-
-
-def _in_threads(act: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
-    """The result of ``act`` for each of a rank's files."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(act, names), strict=True))
+            entry = manifest.entry(path, written=summed)
+            files[str(path.relative_to(folder))] = entry
+    return files
 
 
 def _quiet_about_the_mark(folder: Path) -> AbstractContextManager[None]:
@@ -246,13 +235,15 @@ def _require_the_same(folder: Path, saved: Manifest, own: Record | None) -> None
     files = saved["files"]
     by_size = sorted(files, key=lambda name: (-files[name]["size"], name))
     mine = sorted(by_size[dist.get_rank() :: dist.get_world_size()])
-    faults = _in_threads(
-        lambda name: manifest.fault(folder, name, files[name], hashes=True), mine
-    )
-    bad = [name for name, fault in faults.items() if fault]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        faults = pool.map(
+            lambda name: manifest.fault(folder, name, files[name], hashes=True), mine
+        )
+        bad = {name: fault for name, fault in zip(mine, faults, strict=True) if fault}
     if bad:
-        also = f" So are {first_names(bad[1:])}." if bad[1:] else ""
-        raise DigestError(f"{faults[bad[0]]}.{also} {manifest.way_out(folder)}")
+        first, *others = bad
+        also = f" So are {first_names(others)}." if others else ""
+        raise DigestError(f"{bad[first]}.{also} {manifest.way_out(folder)}")
 
 
 def _local(checkpoint_dir: str) -> Path:

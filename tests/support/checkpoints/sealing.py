@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ def save(built: Built, folder: str | Path, format: str) -> None:
         if format != "torch":
             saving.save(built, folder, format)
             return
-        from megatron_muon.mcore.checkpoint.seal import saving as sealing
+        from megatron_muon.mcore.checkpoint.seal import sealed
 
-        with sealing(built.optimizer.record, Path(folder)):
-            saving.save(built, folder, format)  # ends with a barrier
+        write = partial(saving.save, built, folder, format)  # ends with a barrier
+        sealed(write, str(folder), built.optimizer.record)
 
 
 def load(built: Built, folder: str | Path, format: str) -> None:
