@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
@@ -39,8 +39,7 @@ class GroupedRows:
 
     groups: int
     parts: tuple[tuple[str, int], ...]  # (part, rows of it in one group), in order
-    # an up-projection of multi-latent attention
-    is_latent: bool = field(default=False, kw_only=True)
+    is_latent: bool = False  # an up-projection of multi-latent attention
 
     @property
     def rows(self) -> int:
@@ -48,26 +47,14 @@ class GroupedRows:
         return self.groups * sum(count for _, count in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Projections(GroupedRows):
-    """The rows of a fused weight, whose groups are query groups."""
-
-    heads: int  # in a group
-    head_rows: int
-    # by Megatron's class or its name for it; else only if the number of rows fits
-    certain: bool
-
-    def __str__(self) -> str:
-        parts = ", ".join(part for part, _ in self.parts)
-        return (
-            f"the {parts} of {self.groups} query groups of {self.heads} heads of "
-            f"{self.head_rows}"
-        )
+# Rows of a fused projection, and whether Megatron's class or its name for it says so;
+# else they are only right if their number fits.
+_Known = tuple[GroupedRows, bool]
 
 
-def projections_of(weight: Weight, rows: int) -> Projections | None:
+def projections_of(weight: Weight, rows: int) -> GroupedRows | None:
     """How a fused projection's rows lie; None of any other weight, and where it is not
-    known.
+    known. Its groups are query groups, whose last part is one head of values.
 
     ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``,
     whatever wraps the linear, by the attention's own settings, which may differ from
@@ -78,7 +65,10 @@ def projections_of(weight: Weight, rows: int) -> Projections | None:
     if is_adapter(weight) or not weight.name.endswith(".weight"):
         return None
     known = _by_class(weight) or _by_name(weight)
-    return known if known and (known.certain or known.rows == rows) else None
+    if known is None:
+        return None
+    projections, is_certain = known
+    return projections if is_certain or projections.rows == rows else None
 
 
 def is_unknown_fusion(weight: Weight, rows: int) -> bool:
@@ -91,36 +81,35 @@ def is_unknown_fusion(weight: Weight, rows: int) -> bool:
     return is_fused and not is_adapter(weight) and projections_of(weight, rows) is None
 
 
-def _by_class(weight: Weight) -> Projections | None:
+def _by_class(weight: Weight) -> _Known | None:
     linear = weight.module
     for depth, outer in enumerate(weight.holders):
         if isinstance(outer, SelfAttention) and linear is getattr(
             outer, "linear_qkv", None
         ):
-            return _self_attention(outer.config, certain=depth == 0)
+            return _self_attention(outer.config), depth == 0
         if isinstance(outer, CrossAttention) and linear is getattr(
             outer, "linear_kv", None
         ):
             heads, head = outer.config.num_attention_heads, outer.config.kv_channels
-            parts = (("k", head), ("v", head))
-            return Projections(heads, parts, 1, head, certain=depth == 0)
+            return GroupedRows(heads, (("k", head), ("v", head))), depth == 0
         linear = outer
     return None
 
 
-def _by_name(weight: Weight) -> Projections | None:
+def _by_name(weight: Weight) -> _Known | None:
     sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
     known = all(getattr(weight.model_config, size, None) for size in sizes)
     if not known or not weight.name.endswith("linear_qkv.weight"):
         return None
-    certain = weight.name.endswith("self_attention.linear_qkv.weight")
-    return _self_attention(weight.model_config, certain=certain)
+    is_certain = weight.name.endswith("self_attention.linear_qkv.weight")
+    return _self_attention(weight.model_config), is_certain
 
 
-def _self_attention(model: Any, *, certain: bool) -> Projections:
+def _self_attention(model: Any) -> GroupedRows:
     """Per query group its q heads, their gates if any, its k, its v."""
     heads, head = model.num_attention_heads // model.num_query_groups, model.kv_channels
     has_gate = getattr(model, "attention_output_gate", False)
     gate = (("gate", heads * head),) if has_gate else ()
     parts = (("q", heads * head), *gate, ("k", head), ("v", head))
-    return Projections(model.num_query_groups, parts, heads, head, certain)
+    return GroupedRows(model.num_query_groups, parts)

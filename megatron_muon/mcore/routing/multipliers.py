@@ -132,7 +132,10 @@ def _cut(
             params = [param for param in group["params"] if of[param] == held]
             part = {**group, "params": params}
             lr, decay, settings = held
-            made.append(_with(_multiplied(part, lr, decay), settings, weight_decay))
+            _multiply(part, lr, decay)
+            if settings:
+                _set(part, settings, weight_decay)
+            made.append(part)
     return made
 
 
@@ -141,36 +144,33 @@ def _key(group: Group) -> str:
     return json.dumps({key: group[key] for key in sorted(group) if key != "params"})
 
 
-def _multiplied(group: Group, lr: float, decay: float) -> Group:
+def _multiply(group: Group, lr: float, decay: float) -> None:
     if decay != 1.0:
         group["wd_mult"] *= decay
     if lr == 1.0:
-        return group
+        return
     group[LR_MULTIPLIER] = lr
     if megatron_version()[1] < (0, 16):
         group["lr_mult"] *= lr
-        return group
+        return
     # of the schedule, which does not read lr_mult any more
     for rate in ("max_lr", "min_lr"):
         if group.get(rate) is not None:
             group[rate] *= lr
     group["default_config"] = False  # not the rate that Megatron logs
-    return group
 
 
-def _with(group: Group, text: str, weight_decay: float) -> Group:
-    """The group with settings in place of the run's, which Megatron's schedule
+def _set(group: Group, text: str, weight_decay: float) -> None:
+    """Give the group settings in place of the run's, which Megatron's schedule
     reads.
     """
-    if not text:
-        return group
     settings = read(text)
     group[GROUP_SETTINGS] = text
     if "weight_decay" in settings and group["wd_mult"] != 0.0:
         _decay(group, settings["weight_decay"], weight_decay)
     rates = only(text, ("lr", "min_lr"))
     if not rates:
-        return group
+        return
     group["lr_mult"] = 1.0
     group["max_lr"] = settings.get("lr", group.get("max_lr"))
     group["min_lr"] = settings.get("min_lr", group.get("min_lr"))
@@ -182,7 +182,6 @@ def _with(group: Group, text: str, weight_decay: float) -> Group:
             f"the rate, {group['max_lr']}, beside the run's --lr and --min-lr: give "
             "both lr and min_lr"
         )
-    return group
 
 
 def _decay(group: Group, decay: float, of_run: float) -> None:

@@ -155,9 +155,12 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     known = projections_of(weight, rows)
     if known is None:
         return None
-    head = known.head_rows
+    _, head = known.parts[-1]
     parts = [(part, count // head, head) for part, count in known.parts]
-    return FusedRows((_by_heads(known.groups, parts),), str(known), "qkv")
+    names = ", ".join(part for part, _ in known.parts)
+    _, heads, _ = parts[0]
+    what = f"the {names} of {known.groups} query groups of {heads} heads of {head}"
+    return FusedRows((_by_heads(known.groups, parts),), what, "qkv")
 
 
 def _by_heads(groups: int, parts: Sequence[tuple[str, int, int]]) -> tuple[RowRun, ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_muon.mcore.watching.rows import Table
 
-_OF_UPDATES = ("update_rms", "cosine")
 Numbers = Mapping[str, float]
 StepNumbers = dict[str, dict[str, dict[str, float]]]  # of each row, by its kind
 
@@ -24,10 +23,7 @@ def step_numbers(
     found: StepNumbers = {}
     for kind, numbers_of in _NUMBERS.items():
         for row in table.names[kind]:
-            elements = table.about[row]["elements"] if kind == "muon" else 0.0
-            numbers = numbers_of(table.sums(totals, kind, row), elements)
-            for name in _OF_UPDATES if kind == "muon" and table.adapts else ():
-                numbers.pop(name, None)
+            numbers = numbers_of(table.sums(totals, kind, row), table, row)
             if numbers:
                 found.setdefault(kind, {})[row] = numbers
     for row, largest in zip(table.names["logits"], maxima, strict=True):
@@ -58,18 +54,19 @@ def ranges(step: StepNumbers) -> str:
     )
 
 
-def _of_muon(sums: Numbers, row_elements: float) -> dict[str, float]:
+def _of_muon(sums: Numbers, table: Table, row: str) -> dict[str, float]:
     """The numbers of a row of matrices; without the directions' where no matrix has a
-    gradient.
+    gradient, or updates are not the directions.
     """
     elements = sums["elements"]
+    row_elements = table.about[row]["elements"]
     numbers = {
         "weight_rms": _root(sums["weight_squares"], elements),
         "momentum_norm": _root(sums["momentum_squares"] * row_elements, elements),
         "gradient_norm": _root(sums["gradient_squares"] * row_elements, elements),
         "moved": _ratio(sums["moved"], sums["matrices"]),
     }
-    if not sums["moved"]:
+    if table.adapts or not sums["moved"]:
         return numbers
     moved_elements = elements * _ratio(sums["moved_elements"], sums["home_elements"])
     lengths = math.sqrt(max(sums["gradient_squares"] * sums["update_squares"], 0.0))
@@ -80,20 +77,24 @@ def _of_muon(sums: Numbers, row_elements: float) -> dict[str, float]:
     }
 
 
-def _of_adamw(sums: Numbers, _: float) -> dict[str, float]:
+def _of_adamw(sums: Numbers, *_: object) -> dict[str, float]:
     return {
         "weight_rms": _root(sums["weight_squares"], sums["elements"]),
         "gradient_rms": _root(sums["gradient_squares"], sums["elements"]),
     }
 
 
-def _of_layer(sums: Numbers, _: float) -> dict[str, float]:
+def _of_layer(sums: Numbers, *_: object) -> dict[str, float]:
     """Empty where no forward pass was seen, as inside a captured graph."""
     elements = sums["elements"]
     return {"output_rms": _root(sums["output_squares"], elements)} if elements else {}
 
 
-_NUMBERS = {"muon": _of_muon, "adamw": _of_adamw, "layers": _of_layer}
+_NUMBERS: Mapping[str, Callable[[Numbers, Table, str], dict[str, float]]] = {
+    "muon": _of_muon,
+    "adamw": _of_adamw,
+    "layers": _of_layer,
+}
 
 
 def _ratio(sum_: float, count: float) -> float:

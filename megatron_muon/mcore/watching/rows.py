@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import Any
@@ -67,23 +67,19 @@ def muon_rows(
     are orthogonal, in the mean of the row; the rule hyperball promises none, since no
     radius is known yet, and rules that adapt a direction have no ``update_rms``.
     """
-    members: dict[str, list[Matrix]] = defaultdict(list)
+    elements = Counter[str]()
+    squares: dict[str, float] = defaultdict(float)
     for matrix in matrices:
-        members[row_name(matrix.name)].append(matrix)
+        name = row_name(matrix.name)
+        scale = update_scale(*matrix.whole, numerics.where(matrix.own).config)
+        elements[name] += matrix.numel
+        squares[name] += matrix.numel * scale**2 / max(matrix.whole)
+    rule = row_of(numerics.config.rule)
     rows: dict[str, dict[str, float]] = {}
-    for name, alike in sorted(members.items()):
-        elements = sum(matrix.numel for matrix in alike)
-        squares = 0.0
-        promises = True
-        for matrix in alike:
-            config = numerics.where(matrix.own).config
-            scale = update_scale(*matrix.whole, config)
-            squares += matrix.numel * scale**2 / max(matrix.whole)
-            rule = row_of(config.rule)
-            promises &= bool(rule.scales) and not rule.adapts
-        rows[name] = {"elements": elements}
-        if promises:
-            rows[name]["promised_rms"] = math.sqrt(squares / elements)
+    for name, count in sorted(elements.items()):
+        rows[name] = {"elements": count}
+        if rule.scales and not rule.adapts:
+            rows[name]["promised_rms"] = math.sqrt(squares[name] / count)
     return rows
 
 
