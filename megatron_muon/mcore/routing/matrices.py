@@ -52,11 +52,12 @@ def matrices_of(weight: Weight, config: MuonConfig) -> Parameter:
         if own.of == "cols":
             return _columns(weight, kind, own)
         sections = own_sections(own, rows, fused)
-    elif fused is None or (kind == "whole" and len(fused.sections) == 1):
+    elif fused is None or (kind == "whole" and len(fused.sizes) == 1):
         sections = ((Rows("", rows),),)
     else:
         _require_rows(weight, fused, rows)
-        sections = fused.by(kind)
+        whole = tuple((Rows("", size),) for size in fused.sizes)
+        sections = fused.splits.get(kind, whole)
     return _parameter(weight, local_shape(weight), partition_dim_of(weight), sections)
 
 
@@ -155,7 +156,7 @@ def _require_rows(weight: Weight, fused: FusedRows, rows: int) -> None:
     """It has the rows that its settings promise, and TP splits no columns of it."""
     tp_size = weight.tp_size
     partition_dim = partition_dim_of(weight)
-    if rows != fused.rows:
+    if rows != sum(fused.sizes):
         raise NotImplementedError(
             f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks "
             f"are not {fused.what}: cannot split it, set split_qkv=False in MuonConfig "

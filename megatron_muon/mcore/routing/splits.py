@@ -28,20 +28,14 @@ from megatron_muon.planning.sections import Rows, Sections
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.kinds import OwnSplit, own_split
 
-
-@dataclass(frozen=True, slots=True)
-class RowRun:
-    """Consecutive rows of a whole weight (TP = 1)."""
-
-    count: int
-    parts: dict[str, str]  # the matrix that they belong to, by kind of split
+Splits = dict[str, Sections]  # the rows of a weight in order, by kind of split
 
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
     """The order of rows in a weight that holds several projections."""
 
-    sections: tuple[tuple[RowRun, ...], ...]  # its rows in order; see planning.sections
+    splits: Splits
     what: str  # the rows in words, for errors
     default: str = "whole"  # the split without a pattern for it
     # TP ranks may hold all of its rows. Without this, a weight that TP does not split
@@ -51,22 +45,13 @@ class FusedRows:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The splits that it can have."""
-        return ("whole", *self.sections[0][0].parts)
+        return ("whole", *self.splits)
 
     @property
-    def rows(self) -> int:
-        """Rows of the whole weight."""
-        return sum(run.count for run in chain.from_iterable(self.sections))
-
-    def by(self, kind: str) -> Sections:
-        """Its rows with the names of the matrices of a split."""
-        return tuple(
-            tuple(
-                Rows("" if kind == "whole" else run.parts[kind], run.count)
-                for run in section
-            )
-            for section in self.sections
-        )
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each section, which are the same in all splits."""
+        sections = next(iter(self.splits.values()))
+        return tuple(sum(run.count for run in section) for section in sections)
 
 
 def fused_of(weight: Weight, rows: int) -> FusedRows | None:
@@ -101,8 +86,8 @@ def own_sections(own: OwnSplit, rows: int, known: FusedRows | None) -> Sections:
         runs = [Rows(f"part {at}", size) for at, size in enumerate(own.sizes)]
         runs *= own.count
     sizes = own.sizes if own.of == "rows" else (rows,)
-    if known is not None and known.rows == rows:
-        sizes = tuple(sum(run.count for run in section) for section in known.sections)
+    if known is not None and sum(known.sizes) == rows:
+        sizes = known.sizes
     return tuple(_cut(runs, sizes))
 
 
@@ -160,20 +145,21 @@ def _attention(weight: Weight, rows: int) -> FusedRows | None:
     names = ", ".join(part for part, _ in known.parts)
     _, heads, _ = parts[0]
     what = f"the {names} of {known.groups} query groups of {heads} heads of {head}"
-    return FusedRows((_by_heads(known.groups, parts),), what, "qkv")
+    return FusedRows(_by_heads(known.groups, parts), what, "qkv")
 
 
-def _by_heads(groups: int, parts: Sequence[tuple[str, int, int]]) -> tuple[RowRun, ...]:
+def _by_heads(groups: int, parts: Sequence[tuple[str, int, int]]) -> Splits:
     """Groups that have, of each ``(part, heads in a group, rows of a head)``, the heads
     one after another.
     """
-    runs = []
+    by_part = []
+    by_head = []
     for group in range(groups):
         for part, heads, rows in parts:
+            by_part.append(Rows(part, heads * rows))
             for head in range(group * heads, (group + 1) * heads):
-                of = {"qkv": part, "heads": f"{part} {head}"}
-                runs.append(RowRun(rows, of))
-    return tuple(runs)
+                by_head.append(Rows(f"{part} {head}", rows))
+    return {"qkv": (tuple(by_part),), "heads": (tuple(by_head),)}
 
 
 def _queries(weight: Weight, rows: int) -> FusedRows | None:
@@ -185,8 +171,7 @@ def _queries(weight: Weight, rows: int) -> FusedRows | None:
     heads = int(holder.config.num_attention_heads)
     if rows % heads:
         return None
-    queries = _heads("q", heads, rows // heads)
-    return FusedRows((queries,), f"the q of {heads} heads")
+    return FusedRows(_queries_by_heads(heads, rows // heads), f"the q of {heads} heads")
 
 
 def _latent(weight: Weight, rows: int) -> FusedRows | None:
@@ -197,29 +182,25 @@ def _latent(weight: Weight, rows: int) -> FusedRows | None:
     heads = model.num_attention_heads
     head = model.qk_head_dim
     rope = model.qk_pos_emb_head_dim
-    queries = _heads("q", heads, head + rope)
+    queries = _queries_by_heads(heads, head + rope)
     keys_and_values = (("k", 1, head), ("v", 1, model.v_head_dim))
-    latent = _blocks((("latent", model.kv_lora_rank), ("rope", rope)))
-    q_latent = _blocks((("q_latent", model.q_lora_rank or 0),))
-    sections: dict[str, tuple[tuple[RowRun, ...], ...]] = {
-        "linear_q_proj": (queries,),
-        "linear_q_up_proj": (queries,),
-        "linear_kv_up_proj": (_by_heads(heads, keys_and_values),),
-        "linear_kv_down_proj": (latent,),
-        "linear_qkv_down_proj": (q_latent, latent),
+    latent = (Rows("latent", model.kv_lora_rank), Rows("rope", rope))
+    q_latent = Rows("q_latent", model.q_lora_rank or 0)
+    splits: dict[str, Splits] = {
+        "linear_q_proj": queries,
+        "linear_q_up_proj": queries,
+        "linear_kv_up_proj": _by_heads(heads, keys_and_values),
+        "linear_kv_down_proj": {"parts": (latent,)},
+        "linear_qkv_down_proj": {"parts": ((q_latent,), latent)},
     }
-    if weight.leaf not in sections:
+    if weight.leaf not in splits:
         return None
     what = f"{weight.leaf} of {heads} heads of multi-latent attention"
-    return FusedRows(sections[weight.leaf], what, may_be_replicated=True)
+    return FusedRows(splits[weight.leaf], what, may_be_replicated=True)
 
 
-def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:
-    return tuple(RowRun(rows, {"heads": f"{part} {head}"}) for head in range(heads))
-
-
-def _blocks(sizes: Sequence[tuple[str, int]]) -> tuple[RowRun, ...]:
-    return tuple(RowRun(count, {"parts": part}) for part, count in sizes)
+def _queries_by_heads(heads: int, rows: int) -> Splits:
+    return {"heads": (tuple(Rows(f"q {head}", rows) for head in range(heads)),)}
 
 
 def _gated(weight: Weight, rows: int) -> FusedRows | None:
@@ -229,15 +210,14 @@ def _gated(weight: Weight, rows: int) -> FusedRows | None:
     model = weight.model_config
     if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
         return None
-    gate, up = {"gate-up": "gate"}, {"gate-up": "up"}
     block = _interleaved_by(weight)
     if block:
-        pair = (RowRun(block, gate), RowRun(block, up))
-        runs = pair * (rows // (2 * block))
-        return FusedRows((runs,), f"blocks of {block} rows")
+        pair = (Rows("gate", block), Rows("up", block))
+        pairs = pair * (rows // (2 * block))
+        return FusedRows({"gate-up": (pairs,)}, f"blocks of {block} rows")
     half = rows // 2
-    halves = ((RowRun(half, gate),), (RowRun(rows - half, up),))
-    return FusedRows(halves, "a gate and an up half")
+    halves = ((Rows("gate", half),), (Rows("up", rows - half),))
+    return FusedRows({"gate-up": halves}, "a gate and an up half")
 
 
 def _interleaved_by(weight: Weight) -> int | None:
@@ -269,8 +249,8 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
     if sum(sizes.values()) != rows:
         return None
     what = f"{', '.join(sizes)} of {type(holder).__name__}"
-    sections = tuple(_blocks((size,)) for size in sizes.items())
-    return FusedRows(sections, what)
+    sections = tuple((Rows(part, count),) for part, count in sizes.items())
+    return FusedRows({"parts": sections}, what)
 
 
 def _of_delta_net(net: Any) -> dict[str, int]:

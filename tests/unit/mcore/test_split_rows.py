@@ -50,7 +50,9 @@ def _held_by(
 def _parts(weight: Weight, rows: int, kind: Any) -> list[list[tuple[str, int]]]:
     fused = fused_of(weight, rows)
     assert fused is not None
-    return [[(each.part, each.count) for each in section] for section in fused.by(kind)]
+    return [
+        [(each.part, each.count) for each in section] for section in fused.splits[kind]
+    ]
 
 
 def test_a_fused_down_projection_has_three_parts() -> None:
