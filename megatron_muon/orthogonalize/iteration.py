@@ -24,7 +24,6 @@ from functools import lru_cache
 from megatron_muon.orthogonalize.numerics import (
     Device,
     Numerics,
-    Segments,
     has_kernel,
     is_cuda,
 )
@@ -132,14 +131,11 @@ def strip_flops(
     short = min(rows, cols)
     takes = strips_take_gram(rows, cols, count, numerics)
     kind = _kind_of(numerics.products, takes_gram=takes)
-    if not makes_rows(rows, cols, count, numerics):
-        return _flops(short, long, numerics, kind, takes_gram=takes)
-    start, stop = square_rows(short, number, count)
-    square = 2 * (stop - start) * short * short
-    first = symmetric_flops(short, long, kind)
-    if takes:
-        return _gram_flops(short, long, numerics.segments, first, square)
-    return _standard_flops(short, long, numerics, first, square)
+    square = None
+    if makes_rows(rows, cols, count, numerics):
+        start, stop = square_rows(short, number, count)
+        square = 2 * (stop - start) * short * short
+    return _flops(short, long, numerics, kind, takes_gram=takes, square=square)
 
 
 def repeated_flops(rows: int, cols: int, count: int, numerics: Numerics) -> int:
@@ -257,36 +253,32 @@ def _kind_of(products: Device, *, takes_gram: bool) -> Device:
 
 
 def _flops(
-    short: int, long: int, numerics: Numerics, kind: Device, *, takes_gram: bool
+    short: int,
+    long: int,
+    numerics: Numerics,
+    kind: Device,
+    *,
+    takes_gram: bool,
+    square: int | None = None,
 ) -> int:
-    """Flops of an iteration that makes whole squares."""
-    first = symmetric_flops(short, long, kind)
-    square = symmetric_flops(short, short, kind)
+    """Flops of an iteration; ``square`` are those of a product of (m, m), by default a
+    whole symmetric one.
+
+    standard
+        each step is XXᵀ, AA (none where c is 0) and BX (2m²n).
+    gram
+        a segment is XXᵀ, QX and, between them, products of (m, m): RR in each step
+        (none where c is 0), QZ in each but the first, and two products for the next R
+        in each but the last.
+    """
+    if square is None:
+        square = symmetric_flops(short, short, kind)
+    whole = symmetric_flops(short, long, kind) + 2 * short * short * long
     if takes_gram:
-        return _gram_flops(short, long, numerics.segments, first, square)
-    return _standard_flops(short, long, numerics, first, square)
-
-
-def _standard_flops(
-    short: int, long: int, numerics: Numerics, first: int, square: int
-) -> int:
-    """Each step is XXᵀ (``first``), AA (``square``; none where c is 0) and BX
-    (2m²n).
-    """
-    whole = first + 2 * short * short * long
+        parts = numerics.segments
+        squares = sum(_powers(part) + 3 * (len(part) - 1) for part in parts)
+        return len(parts) * whole + squares * square
     return len(numerics.steps) * whole + _powers(numerics.steps) * square
-
-
-def _gram_flops(short: int, long: int, parts: Segments, first: int, square: int) -> int:
-    """A segment is XXᵀ (``first``), QX and, between them, products of (m, m),
-    ``square`` flops each.
-
-    These are RR in each step (none where c is 0), QZ in each but the first, and two
-    products for the next R in each but the last.
-    """
-    whole = first + 2 * short * short * long
-    squares = sum(_powers(part) + 3 * (len(part) - 1) for part in parts)
-    return len(parts) * whole + squares * square
 
 
 def _standard_kernels(numerics: Numerics, device: Device) -> int:

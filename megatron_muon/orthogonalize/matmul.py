@@ -64,18 +64,11 @@ class KernelError(MuonError, RuntimeError):
     @classmethod
     def of(cls, error: Exception, library: str = "quack-kernels") -> KernelError:
         """The error that quotes the library's ``error``."""
-        quoted = f"{type(error).__name__}: {error}"
-        if library == "triton":
-            return cls(
-                "the kernel of --muon-symmetric-products triton fails: "
-                f"{quoted}. Without the flag, or with torch, torch's matmul takes its "
-                "place"
-            )
         return cls(
-            "quack-kernels is installed, for the symmetric products of Newton-Schulz, "
-            f"and fails: {quoted}. Install a release of it that fits this GPU and "
-            "torch, or uninstall it, or give --muon-symmetric-products torch: torch's "
-            "matmul takes its place"
+            f"the kernel of {library} for the symmetric products of Newton-Schulz "
+            f"fails: {type(error).__name__}: {error}. Install a release of {library} "
+            "that fits this GPU and torch, or give --muon-symmetric-products torch: "
+            "torch's matmul takes its place"
         )
 
 

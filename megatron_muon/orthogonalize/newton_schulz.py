@@ -98,7 +98,7 @@ def orthogonalize_staged(
             column parts one after another (``planning.slices``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
         rows, cols, column_parts, column_blocks: layout of each matrix
-            (``slices.Matrix``).
+            (``layout.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
 
     Returns:

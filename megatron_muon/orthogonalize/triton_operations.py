@@ -18,18 +18,15 @@ from torch import Tensor
 _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def define(
-    schema: str, kernel: Callable[..., Any], on_meta: Callable[..., Any] | None = None
-) -> None:
-    """Define an operation by its kernel, on a CPU in triton's interpreter.
-
-    ``on_meta`` makes its results on the meta device; None: it has none.
+def define(schema: str, kernel: Callable[..., Any]) -> None:
+    """Define an operation without results by its kernel, on a CPU in triton's
+    interpreter.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, kernel, "CUDA")
     _LIBRARY.impl(name, kernel, "CPU")
-    _LIBRARY.impl(name, on_meta or (lambda *args: None), "Meta")
+    _LIBRARY.impl(name, lambda *args: None, "Meta")
 
 
 def launching_beside(tensor: Tensor) -> AbstractContextManager[None]:

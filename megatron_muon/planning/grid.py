@@ -51,10 +51,6 @@ class RankGrid:
         """The number of ranks."""
         return self.ep_size * self.tp_size * self.dp_size
 
-    def of_ep(self, ep_rank: int) -> tuple[tuple[int, ...], ...]:
-        """``[tp_rank][dp_rank]`` of one EP rank."""
-        return self.ranks[ep_rank]
-
     def holders(self, ep_rank: int, dp_rank: int) -> Iterator[int]:
         """The ranks that hold a DP rank's shard, one per TP rank."""
         return (row[dp_rank] for row in self.ranks[ep_rank])

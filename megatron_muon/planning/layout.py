@@ -92,8 +92,8 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixShape:
-    """A whole matrix of a parameter."""
+class Matrix:
+    """A whole matrix of a parameter, or a strip; in a plan also its place in it."""
 
     name: str  # its name in messages
     rows: int  # rows, cols: its size over all TP ranks
@@ -109,6 +109,11 @@ class MatrixShape:
     strip: Strip | None = None
     # its settings by pattern, KEY=VALUE,...; empty: those of the run
     own: str = ""
+    # number of equal column ranges that staging lays out one after another; each holds
+    # some of every column block
+    column_parts: int = 1
+    home: int = 0  # rank of the stage that orthogonalizes it
+    parameter: int = 0  # index of its parameter in the plan
 
     @property
     def units(self) -> int:
@@ -119,6 +124,49 @@ class MatrixShape:
     def unit(self) -> tuple[int, int]:
         """(rows, cols) of each of these."""
         return self.rows, self.cols // self.units
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale
+        depends on.
+        """
+        return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
+
+    @property
+    def whole_name(self) -> str:
+        """``name``, or that of the matrix that it is a strip of."""
+        return self.name if self.strip is None else self.name.rpartition("[strip ")[0]
+
+    @property
+    def comes_as_rows(self) -> bool:
+        """It is a strip of which the home receives rows, and iterates on columns."""
+        return self.strip is not None and self.strip.comes_as_rows
+
+    @property
+    def long(self) -> int:
+        """Length of the long side of ``unit``; of a strip, of its range of the
+        whole's.
+        """
+        return max(self.unit) if self.strip is None else self.strip.long.size
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def unit_names(self) -> list[str]:
+        """A name for each unit, the same at every TP size and however it is shared.
+
+        Ranges of columns are one matrix, or several where TP ranks hold some each.
+        """
+        name = self.whole_name
+        parameter, _, columns = name.partition("[cols ")
+        if columns:
+            first = int(columns.partition("..")[0])
+            return [f"{parameter}[cols {first + at}]" for at in range(self.units)]
+        if self.units == 1:
+            return [name]
+        return [f"{name}[{at}]" for at in range(self.units)]
 
     def staged_parts(self, of_parameter: int) -> int:
         """The number of its column parts, where its parameter's matrices have so
@@ -150,7 +198,7 @@ class Parameter:
     bucket: Span  # the bucket's elements within its grad buffer
     span: Span  # the parameter's elements within the same buffer
     buffer: int  # index of the grad buffer
-    matrices: tuple[MatrixShape, ...]  # the whole matrices in it
+    matrices: tuple[Matrix, ...]  # the whole matrices in it
     # for each TP rank, its local rows as rows of the matrices
     blocks: tuple[tuple[Block, ...], ...]
     ep_rank: int = 0  # the expert-parallel rank that has it; 0 for dense parameters
@@ -170,7 +218,7 @@ class Parameter:
         """The number of column ranges that TP cuts each matrix into."""
         return len(self.blocks) if self.partition_dim == 1 else 1
 
-    def part_of(self, matrix: MatrixShape) -> str:
+    def part_of(self, matrix: Matrix) -> str:
         """What is in brackets behind its name in that of a matrix in it, or of a TP
         slice of one; else empty.
         """
@@ -202,9 +250,5 @@ class Parameter:
             first, last = dp_rank * shard_size, (dp_rank + 1) * shard_size
             yield dp_rank, Span(max(first, start) - start, min(last, stop) - start)
 
-    def is_boundary(self, dp_size: int) -> bool:
-        """True where more than one DP rank holds some of it."""
-        return sum(1 for _ in self.shards(dp_size)) > 1
 
-
-Matrices = tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]
+Matrices = tuple[tuple[Matrix, ...], tuple[tuple[Block, ...], ...]]

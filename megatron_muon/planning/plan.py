@@ -16,12 +16,12 @@ from megatron_muon.orthogonalize.iteration import gathers_of_rows, repeated_flop
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import Parameter, Span
-from megatron_muon.planning.rounds.rank_plan import RankPlan, rank_plan
+from megatron_muon.planning.layout import Matrix, Parameter, Span
+from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
 from megatron_muon.planning.schedule import round_numbers
 from megatron_muon.planning.sharing.strips import SharedMatrix
-from megatron_muon.planning.slices import Matrix, Slice, all_slices, gather_message
-from megatron_muon.planning.stage import Choice, Stage, flops_of_matrix
+from megatron_muon.planning.slices import Slice, all_slices, gather_message
+from megatron_muon.planning.stage import Choice, Stage, flops_of
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.patterns import OF_MATRICES, only, settings_of, written
 
@@ -59,9 +59,27 @@ class ExchangePlan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank of the stage."""
-        return rank_plan(
-            rank, self.grid, self.parameters, self.matrices, self.slices, self.rounds
-        )
+        rounds = tuple(RankRound() for _ in self.rounds)
+        round_of = {index: rounds[at] for index, at in self.round_of().items()}
+        for index, matrix in enumerate(self.matrices):
+            if matrix.home == rank:
+                round_of[matrix.parameter].homes.append(index)
+        for one in self.slices:
+            home = self.matrices[one.matrix].home
+            round = round_of[one.parameter]
+            if rank == home == one.rank:
+                # no replica: replicas are on other TP ranks than the home
+                round.kept.append(one)
+            elif rank == home:
+                round.guests[one.rank].append(one)
+            elif rank == one.rank:
+                round.away[home].append(one)
+        shards: dict[int, Span] = {}
+        for index, parameter in enumerate(self.parameters):
+            for holder, shard in held_shards(parameter, self.grid):
+                if holder == rank:
+                    shards[index] = shard
+        return RankPlan(rank, shards, rounds)
 
     def round_of(self) -> dict[int, int]:
         """The round of each parameter."""
@@ -112,7 +130,8 @@ class ExchangePlan:
 
     def boundary_parameters(self) -> list[Parameter]:
         """Those with shards on more than one DP rank."""
-        return [p for p in self.parameters if p.is_boundary(self.grid.dp_size)]
+        dp_size = self.grid.dp_size
+        return [p for p in self.parameters if len(list(p.shards(dp_size))) > 1]
 
     def validate(self) -> None:
         """Check that each matrix's elements are gathered once, and each shard gets
@@ -151,9 +170,10 @@ def make_plans(
         grids: the stage's ranks, as each optimizer has them.
         numerics: see ``make_plan``, also for errors.
     """
-    work = [flops_of(each, numerics) for each in parameters]
+    every = [with_settings(each, numerics.config) for each in parameters]
+    work = [flops_of(each, numerics) for each in every]
     plans: list[ExchangePlan] = []
-    for at, (each, grid) in enumerate(zip(parameters, grids, strict=True)):
+    for at, (each, grid) in enumerate(zip(every, grids, strict=True)):
         plans.append(make_plan(each, grid, numerics, plans, sum(work[at + 1 :])))
     return plans
 
@@ -195,18 +215,7 @@ def make_plan(
             home = choice.homes[len(matrices)]
             parts = shape.staged_parts(parameter.column_parts)
             matrices.append(
-                Matrix(
-                    shape.name,
-                    shape.rows,
-                    shape.cols,
-                    shape.column_blocks,
-                    shape.apart,
-                    shape.strip,
-                    shape.own,
-                    column_parts=parts,
-                    home=home,
-                    parameter=index,
-                )
+                replace(shape, column_parts=parts, home=home, parameter=index)
             )
     works = tuple(_works_at_homes(choice.works, matrices, numerics))
     plan = ExchangePlan(
@@ -221,13 +230,6 @@ def make_plan(
     )
     plan.validate()
     return plan
-
-
-def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
-    """Newton-Schulz flops of whole matrices."""
-    parameters = with_settings(parameters, numerics.config)
-    every = (shape for each in parameters for shape in each.matrices)
-    return sum(flops_of_matrix(shape, numerics) for shape in every)
 
 
 def with_settings(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_muon.planning.layout import Block, Matrices, MatrixShape, Span
+from megatron_muon.planning.layout import Block, Matrices, Matrix, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def sectioned(
     whole = [list(_blocks_of(section, size)) for section in sections]
     order = {part: index for index, part in enumerate(size)}
     matrices = tuple(
-        MatrixShape(f"{name}[{part}]" if part else name, count, width)
+        Matrix(f"{name}[{part}]" if part else name, count, width)
         for part, count in size.items()
     )
     blocks = tuple(

@@ -14,61 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import MatrixShape, Parameter, Span
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix(MatrixShape):
-    """A whole matrix of the stage, or a strip, and the rank that orthogonalizes it."""
-
-    # number of equal column ranges that staging lays out one after another; each holds
-    # some of every column block
-    column_parts: int = 1
-    home: int = 0  # rank of the stage's group
-    parameter: int = 0  # index of its parameter in the plan
-
-    @property
-    def whole(self) -> tuple[int, int]:
-        """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale
-        depends on.
-        """
-        return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
-
-    @property
-    def whole_name(self) -> str:
-        """``name``, or that of the matrix that it is a strip of."""
-        return self.name if self.strip is None else self.name.rpartition("[strip ")[0]
-
-    @property
-    def comes_as_rows(self) -> bool:
-        """It is a strip of which the home receives rows, and iterates on columns."""
-        return self.strip is not None and self.strip.comes_as_rows
-
-    @property
-    def long(self) -> int:
-        """Length of the long side of ``unit``; of a strip, of its range of the
-        whole's.
-        """
-        return max(self.unit) if self.strip is None else self.strip.long.size
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.cols
-
-    @property
-    def unit_names(self) -> list[str]:
-        """A name for each unit, the same at every TP size and however it is shared.
-
-        Ranges of columns are one matrix, or several where TP ranks hold some each.
-        """
-        name = self.whole_name
-        parameter, _, columns = name.partition("[cols ")
-        if columns:
-            first = int(columns.partition("..")[0])
-            return [f"{parameter}[cols {first + at}]" for at in range(self.units)]
-        if self.units == 1:
-            return [name]
-        return [f"{name}[{at}]" for at in range(self.units)]
+from megatron_muon.planning.layout import Matrix, Parameter, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +81,7 @@ def _of_parameter(
     Shards come in the order of elements: one walk over them and the blocks of rows.
     """
     shards, cols = list(parameter.shards(grid.dp_size)), parameter.shape[1]
-    for tp_rank, ranks in enumerate(grid.of_ep(parameter.ep_rank)):
+    for tp_rank, ranks in enumerate(grid.ranks[parameter.ep_rank]):
         blocks, first = (
             sorted(parameter.blocks[tp_rank], key=lambda block: block.rows),
             0,

@@ -20,11 +20,11 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.clock import Links, clocked, step_times
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_SLACK, Work, choose_homes
-from megatron_muon.planning.layout import MatrixShape, Parameter
+from megatron_muon.planning.layout import Matrix, Parameter
 from megatron_muon.planning.rounds.cut import Rounds, rounds_of
 from megatron_muon.planning.sharing.strip_time import strip_time
 from megatron_muon.planning.sharing.strips import can_share, in_strips, strip_homes
-from megatron_muon.planning.slices import Matrix, held_elements
+from megatron_muon.planning.slices import held_elements
 from megatron_muon.settings.run import NODE
 
 # Flops of Newton-Schulz below which a matrix is not shared by itself: whole, it takes
@@ -43,7 +43,7 @@ _SHARES = Fraction(3, 2), Fraction(1, 2)
 _LEAVES = 2
 
 
-Counts = Mapping[MatrixShape, int]  # strips of the matrices of a kind; others are whole
+Counts = Mapping[Matrix, int]  # strips of the matrices of a kind; others are whole
 
 
 class Choice(NamedTuple):
@@ -63,12 +63,12 @@ class Cut(NamedTuple):
     works: Sequence[Work]
 
 
-def _kind(shape: MatrixShape) -> MatrixShape:
+def _kind(shape: Matrix) -> Matrix:
     """What matrices that get as many strips have in common."""
     return replace(shape, name="")
 
 
-def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
+def flops_of_matrix(shape: Matrix, numerics: Numerics) -> int:
     """Newton-Schulz flops of a matrix, or of a strip at its home."""
     numerics = numerics.where(shape.own)
     strip = shape.strip
@@ -76,6 +76,12 @@ def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
         return shape.units * ns_flops(*shape.unit, numerics)
     place = {"number": strip.number, "count": strip.count}
     return strip_flops(strip.rows, strip.cols, strip.long.size, numerics, **place)
+
+
+def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
+    """Newton-Schulz flops of all their matrices."""
+    matrices = chain.from_iterable(each.matrices for each in parameters)
+    return sum(flops_of_matrix(matrix, numerics) for matrix in matrices)
 
 
 class Stage:
@@ -153,9 +159,7 @@ class Stage:
         large = self._large(parameters)
         if not large:
             return {}
-        work = sum(self.before) + self.later
-        for parameter in parameters:
-            work += sum(flops_of_matrix(m, self.numerics) for m in parameter.matrices)
+        work = sum(self.before) + self.later + flops_of(parameters, self.numerics)
         size = self.grid.size
         most = 1 << (min(NODE, size).bit_length() - 1)
         tried: list[Counts] = [
@@ -177,9 +181,9 @@ class Stage:
                 best, least = counts, time
         return best
 
-    def _large(self, parameters: Sequence[Parameter]) -> list[MatrixShape]:
+    def _large(self, parameters: Sequence[Parameter]) -> list[Matrix]:
         """The kinds of matrices that gain by being shared by themselves."""
-        kinds: dict[MatrixShape, None] = {}
+        kinds: dict[Matrix, None] = {}
         for parameter in parameters:
             counts = [2] * len(parameter.matrices)
             if in_strips(parameter, counts) is not parameter:
@@ -190,14 +194,14 @@ class Stage:
             if ns_flops(*kind.unit, self.numerics.where(kind.own)) >= LEAST_SHARED
         ]
 
-    def _strips(self, kind: MatrixShape, share: Fraction, most: int) -> int:
+    def _strips(self, kind: Matrix, share: Fraction, most: int) -> int:
         """The least power of two that a kind has no more such shares than, or
         ``most``.
         """
         count = math.ceil(flops_of_matrix(kind, self.numerics) / share)
         return min(1 << (count - 1).bit_length(), most)
 
-    def _possible(self, shape: MatrixShape, count: int) -> int:
+    def _possible(self, shape: Matrix, count: int) -> int:
         numerics = self.numerics.where(shape.own)
         can = count > 1 and can_share(shape.rows, shape.cols, count, numerics)
         return count if can else 1

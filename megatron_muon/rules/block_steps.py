@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import SLICE_OF, Block, MatrixShape, Parameter
+from megatron_muon.planning.layout import SLICE_OF, Block, Matrix, Parameter
 from megatron_muon.planning.plan import ExchangePlan, make_plans
 from megatron_muon.rules.muon import DistributedMuon
 from megatron_muon.runtime import collectives
@@ -117,7 +117,7 @@ def in_tp_slices(parameter: Parameter) -> Parameter:
     """
     if parameter.partition_dim is None or len(parameter.blocks) == 1:
         return parameter
-    matrices: list[MatrixShape] = []
+    matrices: list[Matrix] = []
     blocks: list[tuple[Block, ...]] = []
     for tp_rank, of_rank in enumerate(parameter.blocks):
         # by each matrix here, in the order of their elements: the rows so far

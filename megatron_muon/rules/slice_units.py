@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.rules.muon import Muon, MuonRound, at_once, in_fp32
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -28,17 +27,11 @@ class SliceUnits:
         most: the most units that a matrix of the plan has.
     """
 
-    def __init__(self, plan: ExchangePlan, own: RankPlan, table: RoundTable) -> None:
+    def __init__(self, plan: ExchangePlan, table: RoundTable) -> None:
         self.matrices = [plan.matrices[matrix] for matrix in table.matrices]
         self.most = max((matrix.units for matrix in plan.matrices), default=1)
-        here = {index for index, _ in table.parameters}
-        mine = [
-            one for one in plan.slices if one.rank == own.rank and one.parameter in here
-        ]
-        order = {index: at for at, (index, _) in enumerate(table.parameters)}
-        mine.sort(key=lambda one: (order[one.parameter], one.elements))
         # where each slice begins in its matrix's staging order
-        self._starts = [one.start for one in mine]
+        self._starts = [one.start for one in table.slices]
 
     def sums(self, number: int, products: Tensor) -> Tensor:
         """The sum of a slice's numbers by unit, ``(most,)``, padded with zeros."""
@@ -78,7 +71,7 @@ class UnitRound(MuonRound):
         sharers: Mapping[tuple[int, ...], Sharers],
     ) -> None:
         super().__init__(rule, table, sharers)
-        self._units, self._device = SliceUnits(rule.plan, rule.own, table), rule.device
+        self._units, self._device = SliceUnits(rule.plan, table), rule.device
         matrices = self._units.matrices
         # slices of matrices that are one unit, and of others
         self._whole = [at for at, one in enumerate(matrices) if one.units == 1]

@@ -86,7 +86,7 @@ class Engine:
         for number, one in enumerate(exchange.rounds):
             sums = None
             if rule.asks:
-                sums = SliceSums(plan, number, own.rank, exchange)
+                sums = SliceSums(plan, number, exchange)
             round = Round(one, rule, phase, sums)
             self.rounds.append(round)
             names += [plan.matrices[index].whole_name for index in round.homes]
@@ -98,11 +98,6 @@ class Engine:
         self._started: Shards | None = None
         self._begun: Staged | None = None  # the first round's results
         self._is_half_done = False  # state has advanced, and the step has not ended
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """The states of a shard that the rule keeps, by name."""
-        return self.rule.state_keys
 
     def owns(self, shard: Tensor) -> bool:
         """True if the rule, not AdamW, updates this main parameter."""
@@ -252,7 +247,7 @@ class Engine:
             self._finish(number, shards)
 
     def _start(self, number: int, shards: Shards) -> None:
-        with self._visiting(number, self.state_keys):
+        with self._visiting(number, self.rule.state_keys):
             self.rounds[number].start(shards)
 
     def _finish(self, number: int, shards: Shards) -> None:
@@ -271,7 +266,7 @@ class Engine:
     def _shards(
         self, groups: ParamGroups, states: States
     ) -> Iterator[tuple[int, Shard]]:
-        keys = self.state_keys
+        keys = self.rule.state_keys
         for group in groups:
             for shard in filter(self.owns, group["params"]):
                 states.start_state(shard, keys)

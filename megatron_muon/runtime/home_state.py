@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.layout import Span
-from megatron_muon.planning.slices import Matrix
+from megatron_muon.planning.layout import Matrix, Span
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 

@@ -20,9 +20,9 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
-from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.int8_momentum import AT_ONCE
 
 _FP32 = 4

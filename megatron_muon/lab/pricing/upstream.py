@@ -38,9 +38,8 @@ from megatron_muon.lab.pricing.step import adamw
 from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.orthogonalize.iteration import ns_flops, symmetric_flops
 from megatron_muon.orthogonalize.numerics import Device, Numerics
-from megatron_muon.planning.layout import Parameter
+from megatron_muon.planning.layout import Matrix, Parameter
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.config import MuonConfig
 
 TpMode = Literal["blockwise", "duplicated", "distributed", "layer_sharded"]

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import stays_in_place
-from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.patterns import AT_HOMES, only
 
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)

@@ -34,8 +34,8 @@ from megatron_muon.planning.describe import (
     memory_line,
     share_lines,
 )
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.slices import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.rules import row_of

@@ -123,7 +123,7 @@ class OfHybrid(OfWeights):
             seen += size
             on_host = hosted < config.optimizer_offload_fraction * seen
             hosted += on_host * size
-            for key in muon.state_keys:
+            for key in muon.rule.state_keys:
                 dtype = getattr(config, f"{key}_dtype")
                 self._add((number, key), shards, dtype, on_host)
             kept = torch.int16 if halves else torch.float32

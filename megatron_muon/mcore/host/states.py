@@ -169,7 +169,7 @@ def init_state_of(
     def init_state(optimizer: Any, config: Any = None) -> None:
         if muon is not None:
             for shard in muon.main_params.values():
-                states.start_state(shard, muon.state_keys)
+                states.start_state(shard, muon.rule.state_keys)
         if isinstance(states, OfFusedAdam):
             for group in optimizer.param_groups:
                 for shard in group["params"]:

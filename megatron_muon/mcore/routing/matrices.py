@@ -26,7 +26,7 @@ from megatron_muon.mcore.routing.splits import (
     require_own,
     split_of,
 )
-from megatron_muon.planning.layout import UNPLACED, MatrixShape, Parameter
+from megatron_muon.planning.layout import UNPLACED, Matrix, Parameter
 from megatron_muon.planning.sections import Rows, Sections, sectioned
 from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.settings.kinds import OwnSplit, own_split
@@ -61,7 +61,7 @@ def matrices_of(weight: Weight, config: MuonConfig) -> Parameter:
     return _parameter(weight, local_shape(weight), partition_dim_of(weight), sections)
 
 
-def numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:
+def numbered(matrix: Matrix, ep_rank: int, local_experts: int) -> Matrix:
     """A matrix of an EP rank's expert, with its number over all EP ranks."""
     name, bracket, number = matrix.name.partition("[expert ")
     if bracket:
@@ -139,7 +139,7 @@ def _parameter(
     apart: bool = False,
 ) -> Parameter:
     """``shape`` is the local one; for the other arguments see ``sectioned`` and
-    ``MatrixShape``.
+    ``Matrix``.
     """
     matrices, blocks = sectioned(
         weight.name, shape, partition_dim, weight.tp_size, sections

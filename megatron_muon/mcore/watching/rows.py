@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.slices import Matrix
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.rules.muon import update_scale
 from megatron_muon.settings.rules import row_of
 

@@ -324,4 +324,4 @@ def _put_inside(dist_opt: Any) -> None:
     # those of weights, which are loaded later, start at a step
     if not states.are_copies:
         for shard in muon.main_params.values():
-            states.start_state(shard, muon.state_keys)
+            states.start_state(shard, muon.rule.state_keys)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Protocol
 
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
+from megatron_muon.planning.layout import Matrix
 
 Rounds = tuple[tuple[int, ...], ...]  # indices of parameters per round
 BytesByRank = Mapping[int, int]  # bytes by rank of the stage
@@ -35,14 +35,7 @@ ELEMENTS_AT_ONCE = 320 << 16
 LEAST_SCRATCH = 1 << 28  # elements; smaller batches leave most of a GPU idle
 
 
-class Sized(Protocol):
-    """A matrix."""
-
-    @property
-    def numel(self) -> int: ...
-
-
-def scratch_limit(matrices: Sequence[Sized]) -> int:
+def scratch_limit(matrices: Sequence[Matrix]) -> int:
     """Elements of scratch memory for a batch of Newton-Schulz, the same on all ranks.
 
     It is 1.5 × the largest matrix, and at least ``LEAST_SCRATCH``, so that small
@@ -132,9 +125,6 @@ def make_rounds(
         limit: cap on the bytes taken on any rank. A parameter that takes more on a rank
             shares its round with no other there. None: three times the largest
             parameter's bytes, at least ``LEAST_LIMIT``.
-
-    Raises:
-        ValueError: ``limit`` is not above 0.
     """
     limit = _limit_of(taken, limit)
     rounds: list[list[int]] = []
@@ -189,15 +179,10 @@ def smaller_first(
 
 
 def _limit_of(taken: Sequence[BytesByRank], limit: int | None) -> int:
-    if limit is None:
-        largest = max(
-            (max(loads.values(), default=0) for loads in taken),
-            default=0,
-        )
-        return max(_LARGEST_IN_A_ROUND * largest, LEAST_LIMIT)
-    if limit <= 0:
-        raise ValueError(f"a round must be allowed more than {limit} bytes")
-    return limit
+    if limit is not None:
+        return limit
+    most = (max(loads.values(), default=0) for loads in taken)
+    return max(_LARGEST_IN_A_ROUND * max(most, default=0), LEAST_LIMIT)
 
 
 def _put(

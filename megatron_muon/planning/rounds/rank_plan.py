@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_muon.planning.grid import RankGrid, held_shards
-from megatron_muon.planning.layout import Parameter, Span
-from megatron_muon.planning.schedule import round_numbers
-from megatron_muon.planning.slices import Matrix, Slice
+from megatron_muon.planning.layout import Span
+from megatron_muon.planning.slices import Slice
 
 _ByRank = dict[int, list[Slice]]
 
@@ -49,34 +47,3 @@ class RankPlan:
     def homes(self) -> list[int]:
         """Indices of the matrices that it orthogonalizes, in the order of the plan."""
         return sorted(index for round in self.rounds for index in round.homes)
-
-
-def rank_plan(
-    rank: int,
-    grid: RankGrid,
-    parameters: Sequence[Parameter],
-    matrices: Sequence[Matrix],
-    slices: Sequence[Slice],
-    rounds: Sequence[Sequence[int]],
-) -> RankPlan:
-    """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
-    made = tuple(RankRound() for _ in rounds)
-    round_of = {index: made[at] for index, at in round_numbers(rounds).items()}
-    for index, matrix in enumerate(matrices):
-        if matrix.home == rank:
-            round_of[matrix.parameter].homes.append(index)
-    for one in slices:
-        round, home = round_of[one.parameter], matrices[one.matrix].home
-        if rank == home == one.rank:
-            # no replica: replicas are on other TP ranks than the home
-            round.kept.append(one)
-        elif rank == home:
-            round.guests[one.rank].append(one)
-        elif rank == one.rank:
-            round.away[home].append(one)
-    shards: dict[int, Span] = {}
-    for index, parameter in enumerate(parameters):
-        for holder, shard in held_shards(parameter, grid):
-            if holder == rank:
-                shards[index] = shard
-    return RankPlan(rank, shards, made)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
-from megatron_muon.planning.slices import Matrix, Slice, gather_message
+from megatron_muon.planning.slices import Slice, gather_message
 from megatron_muon.settings.patterns import AT_HOMES, only
 
 
@@ -77,7 +78,7 @@ class RoundTable:
     # (index, sizes of its slices) of each with a shard here. Slices are numbered in
     # this order.
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
-    matrices: tuple[int, ...]  # the plan's index of each slice's matrix
+    slices: tuple[Slice, ...]  # the slices held here
     # numbers of the slices that go to a home: the kept ones in staged order, then the
     # sent ones
     outgoing: tuple[int, ...]
@@ -104,6 +105,11 @@ class RoundTable:
     scattered: tuple[int, ...]
     # for each slice, its number among the kept ones and, after them, the sizes returned
     result_of: tuple[int, ...]
+
+    @property
+    def matrices(self) -> list[int]:
+        """The plan's index of each slice's matrix."""
+        return [one.matrix for one in self.slices]
 
     @property
     def peers(self) -> set[int]:
@@ -156,7 +162,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
             (index, _sizes(list(of_one)))
             for index, of_one in itertools.groupby(held, key=lambda one: one.parameter)
         ),
-        matrices=tuple(one.matrix for one in held),
+        slices=tuple(held),
         outgoing=tuple(number[id(one)] for one in (*kept, *sent.slices)),
         kept_sizes=_sizes(kept),
         sent=sent,

@@ -21,7 +21,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import (
     Block,
-    MatrixShape,
+    Matrix,
     Parameter,
     Span,
     Strip,
@@ -66,10 +66,10 @@ def in_strips(parameter: Parameter, counts: Sequence[int]) -> Parameter:
     return replace(parameter, matrices=matrices, blocks=tuple(blocks))
 
 
-_Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix
+_Cut = tuple[Matrix, Span]  # a strip, and its rows of the whole matrix
 
 
-def _cut(shape: MatrixShape, column_parts: int, count: int) -> Iterator[_Cut]:
+def _cut(shape: Matrix, column_parts: int, count: int) -> Iterator[_Cut]:
     """The strips of a matrix; the matrix itself where it stays whole."""
     rows, cols = shape.rows, shape.cols
     if count < 2 or shape.column_blocks > 1 or min(rows, cols) < count:

@@ -15,9 +15,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, split_with_sizes
 
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import RoundTable, Stack, round_tables
-from megatron_muon.planning.slices import ALIGNED, Matrix
+from megatron_muon.planning.slices import ALIGNED
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import (
     Counts,
@@ -193,7 +194,7 @@ class RoundExchange:
             *self._kept_slices(kept),
             *(in_message[i] for i in table.sent.places),
         ]
-        slices: list[Tensor | None] = [None] * len(table.matrices)
+        slices: list[Tensor | None] = [None] * len(table.slices)
         for number, target in zip(table.outgoing, targets, strict=True):
             slices[number] = target
         return Outgoing(slices, self._empty(len(table.outgoing)), kept, sent)

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.planning.layout import Span, range_of
-from megatron_muon.planning.slices import Matrix
+from megatron_muon.planning.layout import Matrix, Span, range_of
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Place, Route, consecutive
 from megatron_muon.runtime.exchange.meter import Meter

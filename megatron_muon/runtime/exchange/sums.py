@@ -28,22 +28,20 @@ class SliceSums:
     Args:
         plan: of the stage.
         number: of the round.
-        rank: of the stage.
         exchange: of this rank; its group adds, on its device.
     """
 
-    def __init__(
-        self, plan: ExchangePlan, number: int, rank: int, exchange: Exchange
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, number: int, exchange: Exchange) -> None:
         def whole(one: Slice) -> int:
             strip = plan.matrices[one.matrix].strip
             # the first strip stands for its matrix
             return one.matrix if strip is None else one.matrix - strip.number
 
         in_round = set(plan.rounds[number])
-        here = [one for one in plan.slices if one.parameter in in_round]
         # each slice once, those of a matrix one after another
-        counted = [one for one in here if not one.replica]
+        counted = [
+            one for one in plan.slices if one.parameter in in_round and not one.replica
+        ]
         counted.sort(key=lambda one: (whole(one), one.matrix, one.start))
         place_of = {id(one): place for place, one in enumerate(counted)}
         places: dict[int, list[int]] = {}  # of a matrix's slices
@@ -53,8 +51,7 @@ class SliceSums:
         for row in places.values():
             row += [len(counted)] * (width - len(row))  # a zero's place
         row_of = {key: row for row, key in enumerate(places)}
-        mine = [one for one in here if one.rank == rank]
-        mine.sort(key=lambda one: (one.parameter, one.elements))  # the table's order
+        mine = exchange.rounds[number].table.slices
         sources = [at for at, one in enumerate(mine) if not one.replica]
 
         def index(numbers: Sequence[Any]) -> Tensor:

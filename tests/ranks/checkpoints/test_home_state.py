@@ -15,7 +15,7 @@ import torch
 
 from megatron_muon.mcore.checkpoint.buffers import home_key
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
-from megatron_muon.planning.slices import Matrix
+from megatron_muon.planning.layout import Matrix
 from megatron_muon.runtime.home_state import HomeState
 from ranks.results.test_nonfinite import FC1, _planted
 from ranks.step.test_no_gradient import NAMES

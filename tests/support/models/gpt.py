@@ -406,7 +406,7 @@ def are_unchanged(built: Built, before: dict[str, Any]) -> bool:
 def _state(dist: Any, shard: Tensor, case: Case) -> dict[str, Tensor]:
     """A shard's tensors by Adam's names, as values; Muon's may be on the host."""
     if case.narrow is not None and ON_HOST in case.narrow and case.optimizer == "muon":
-        own = dist.muon.state_keys
+        own = dist.muon.rule.state_keys
         keys = own if dist.muon.owns(shard) else ["exp_avg", "exp_avg_sq"]
         state = {key: dist.states.get(shard, key) for key in keys}
         return {**state, "master_param": dist.states.get(shard, "param")}

@@ -81,8 +81,8 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
     def change(plan: Any, parameters: Any, grid: Any) -> Any:
         if not _is_of_experts(parameters):
             return plan
-        (first, *others), *_ = grid.of_ep(0)
-        second = grid.of_ep(1)[0][0]
+        (first, *others), *_ = grid.ranks[0]
+        second = grid.ranks[1][0][0]
         assert others or grid.tp_size > 1, (
             "one rank has all of an expert: renaming changes nothing"
         )

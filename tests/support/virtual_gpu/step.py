@@ -125,14 +125,14 @@ def muon_of(
         muon.rule.set_radii(radii)
     if numerics.config.momentum_dtype == "fp32":
         state = {
-            shard: {key: torch.zeros_like(shard) for key in muon.state_keys}
+            shard: {key: torch.zeros_like(shard) for key in muon.rule.state_keys}
             for shard in shards.values()
         }
         return muon, groups, States(SimpleNamespace(state=state, param_groups=groups))
     empty: dict[Tensor, Any] = {shard: {} for shard in shards.values()}
     states = InBlocks.of(SimpleNamespace(state=empty, param_groups=groups), muon)
     for shard in empty:
-        states.start_state(shard, muon.state_keys)
+        states.start_state(shard, muon.rule.state_keys)
     return muon, groups, states
 
 

@@ -178,7 +178,7 @@ def _sample(
     """
     wanted = [of_instance[0]]
     if plans:
-        wanted.append(of_instance[plans[0].grid.of_ep(0)[0][-1]])
+        wanted.append(of_instance[plans[0].grid.ranks[0][0][-1]])
     for name in ("ns_flops", "sent_bytes"):
         by_rank = [sum(each) for each in zip(*_of(plans, name), strict=True)]
         if by_rank and max(by_rank):

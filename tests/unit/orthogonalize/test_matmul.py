@@ -145,7 +145,7 @@ def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
     own = replace(plain, kernel=fails, device="cuda_symmetric")
     monkeypatch.setattr(products_module, "products_on", lambda *_: own)
     with pytest.raises(
-        KernelError, match=r"AttributeError: no such instruction.*uninstall it"
+        KernelError, match=r"AttributeError: no such instruction.*-products torch"
     ):
         try_products(CPU_DEVICE, numerics)
 
@@ -242,7 +242,7 @@ def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there
     monkeypatch.setattr("sys.meta_path", [Broken(), *sys.meta_path])
     products_module._quack.cache_clear()
     try:
-        with pytest.raises(KernelError, match=r"OSError: no libcuda.*uninstall it"):
+        with pytest.raises(KernelError, match=r"OSError: no libcuda.*-products torch"):
             plan_device(torch.device("cuda", 0), MuonConfig())
     finally:
         monkeypatch.undo()

@@ -127,7 +127,7 @@ def test_every_slice_gets_each_direction_exactly_once(
     )
     wanted = []
     for index, parameter in enumerate(parameters):
-        rows = grid.of_ep(parameter.ep_rank)
+        rows = grid.ranks[parameter.ep_rank]
         shard_size = parameter.bucket.size // len(rows[0])
         for element in range(parameter.span.size):
             in_bucket = parameter.span.start - parameter.bucket.start + element

@@ -23,11 +23,10 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import Parameter, Span, Strip
+from megatron_muon.planning.layout import Matrix, Parameter, Span, Strip
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sharing.strip_time import strip_time
 from megatron_muon.planning.sharing.strips import can_share, in_strips, strip_homes
-from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers

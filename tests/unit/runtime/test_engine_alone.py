@@ -30,7 +30,8 @@ import torch.distributed as dist
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Span
 from megatron_muon.planning.rounds.rank_plan import RankPlan, RankRound
-from megatron_muon.planning.slices import Matrix, Slice
+from megatron_muon.planning.layout import Matrix
+from megatron_muon.planning.slices import Slice
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
