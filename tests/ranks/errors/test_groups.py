@@ -26,7 +26,6 @@ from support.ranks import error_of, run
 from support.runs.topologies import ONE, TP2
 
 CASE = Case(layers=1)
-QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 NUMBERS = [None, "1e-3", float("inf"), float("nan")]
 
 

@@ -492,14 +492,17 @@ def check(case: Case, topology: Topology) -> Whole:
 
 
 def runs_of(table: dict[str, tuple[Any, ...]]) -> list[Any]:
-    """Parameters ``(case, topology)``: of each name a case, its topologies, and those
-    that are slow, if any.
+    """Parameters ``(case, topology)``: of each name a case, its topologies by their
+    words, and those that are slow, if any.
     """
     return [
         pytest.param(
-            case, topology, id=f"{name}-{topology}", marks=[pytest.mark.slow] * is_slow
+            case,
+            Topology.of(words),
+            id=f"{name}-{words}",
+            marks=[pytest.mark.slow] * is_slow,
         )
-        for name, (case, *lists) in table.items()
-        for is_slow, topologies in enumerate(lists)
-        for topology in topologies
+        for name, (case, *texts) in table.items()
+        for is_slow, text in enumerate(texts)
+        for words in filter(None, text.split(", "))
     ]

@@ -5,6 +5,7 @@ gradients.
 from __future__ import annotations
 
 import fnmatch
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -72,21 +73,25 @@ class Topology:
     def expert_tp(self) -> int:
         return self.tp if self.etp is None else self.etp
 
+    @classmethod
+    def of(cls, words: str) -> Topology:
+        """The one that ``str`` says so: ``tp2 dp3 overlap sp``."""
+        said: dict[str, Any] = {}
+        for word in re.sub(r"\bsp\b", "sequence_parallel", words).split():
+            name, size = re.findall(r"(\D+)(\d*)", word)[0]
+            said[name] = int(size) if size else True
+        return cls(**said)
+
     def __str__(self) -> str:
-        text = f"{self.tp}x{self.pp}x{self.dp}"
-        for name, value in (
-            ("cp", self.cp),
-            ("ep", self.ep),
-            ("chunks", self.chunks),
-            ("instances", self.instances),
-        ):
-            text += f"-{name}{value}" * (value > 1)
-        text += f"-etp{self.etp}" * (self.etp is not None)
-        text += f"-first{self.first_layers}" * (self.first_layers is not None)
-        text += f"-buckets{self.bucket_size}" * (self.bucket_size != 5_000)
-        text += "-stepoverlap" if self.step_overlap else "-overlap" * self.overlap
-        text += "-allgather" * (self.dispatcher == "allgather")
-        return text + "-sp" * self.sequence_parallel
+        said = _not_default(self)
+        words = [n if value is True else f"{n}{value}" for n, value in said.items()]
+        return " ".join(words).replace("sequence_parallel", "sp") or "one rank"
+
+
+def _not_default(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not as its defaults."""
+    values = {each: getattr(record, each.name) for each in fields(record)}
+    return {each.name: value for each, value in values.items() if value != each.default}
 
 
 @dataclass(frozen=True)
@@ -193,11 +198,7 @@ class Case:
 
     def __str__(self) -> str:
         """What is not as in ``Case()``."""
-        said = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value != each.default:
-                said[each.name] = value
+        said = _not_default(self)
         said |= dict(said.pop("muon", ()))
         return "-".join(f"{name}={value}" for name, value in said.items()) or "plain"
 

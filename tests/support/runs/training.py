@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -52,14 +51,12 @@ def spread(text: str) -> Topology:
 
     TP ranks split the sequence too, and experts by themselves.
     """
-    words = text.split()
-    sizes = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", text)}
-    return Topology(
-        **{"etp": 1, **sizes},
-        overlap="overlap" in words,
-        step_overlap="step_overlap" in words,
-        sequence_parallel="tp" in sizes,
-        dispatcher="alltoall" if "alltoall" in words else "allgather",
+    topology = Topology.of(text.removesuffix("alltoall"))
+    return replace(
+        topology,
+        etp=topology.etp or 1,
+        sequence_parallel=topology.tp > 1,
+        dispatcher="alltoall" if "alltoall" in text else "allgather",
         bucket_size=20_000,
     )
 

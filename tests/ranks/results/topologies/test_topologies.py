@@ -28,28 +28,13 @@ from support.ranks import run
 from support.runs.cases import TIED, muon_weights
 from support.runs.mutants import believed_marks, swapped_tp_order, wrong_piece
 from support.runs.topologies import (
-    DP2,
-    DP3,
-    DP3_OVERLAP,
-    DP4,
     DP4_INSTANCES2,
     PP2,
-    PP2_DP2,
     TP2,
-    TP2_CP2,
     TP2_DP2,
-    TP2_DP2_EP2,
-    TP2_DP2_EP2_ETP1,
-    TP2_DP2_OVERLAP_SP,
-    TP2_DP2_SP,
-    TP2_DP3,
-    TP2_PP2,
-    TP2_PP2_DP2,
-    TP4,
 )
 from support.runs.whole import differences
 
-T = Topology
 BF16 = Case()
 GATED = Case(gated=True)
 UPDATE_NORM = Case().with_muon(scale_mode="update_norm")
@@ -62,10 +47,7 @@ FP16 = Case(bf16=False, fp16=True, steps=5)  # the loss scale grows and falls
 OVERFLOW = replace(FP16, overflow=((1, "*.layers.1.mlp.linear_fc2.weight"),))
 GROUPS = Case(faster=("*.linear_fc2.weight", "decoder.layers.1.*", "embedding.*"))
 DEEP = Case(layers=4)
-CHUNKS = T(pp=2, chunks=2)
-INSTANCES = DP4_INSTANCES2
-IN_CHUNKS = replace(CHUNKS, dp=2)
-STEP_OVERLAP = replace(IN_CHUNKS, overlap=True, step_overlap=True)
+STEP_OVERLAP = Topology.of("pp2 dp2 overlap chunks2 step_overlap")
 COLUMN = Case(mla="column")
 DUPLICATED = Case(mla="duplicated")
 DEEPSEEKS = replace(DUPLICATED, moe=True, grouped="te", gated=True)
@@ -89,87 +71,97 @@ SETTINGS = (
 )
 
 
-def overlapping(*topologies: Topology) -> list[Topology]:
-    return [replace(topology, overlap=True) for topology in topologies]
-
-
-DP = [DP2, DP3, DP4]
-LARGE = [T(2, 1, 4), TP2_PP2_DP2]
-CP = [T(cp=2), TP2_CP2]
-IN_SEQUENCE = TP2_DP2_OVERLAP_SP
 # By name: the case, its topologies, and those that are slow: each has a sibling that is
 # not.
 RUNS = {
     "bf16": (
         BF16,
-        [TP2, PP2_DP2, *overlapping(*DP, TP2, TP2_DP2, PP2_DP2, *LARGE)],
-        [*DP, TP2_DP2, *LARGE, T(2, 2, 4), T(2, 2, 4, overlap=True)],
+        (
+            "tp2, pp2 dp2, dp2 overlap, dp3 overlap, dp4 overlap, tp2 overlap, "
+            "tp2 dp2 overlap, pp2 dp2 overlap, tp2 dp4 overlap, "
+            "tp2 pp2 dp2 overlap"
+        ),
+        (
+            "dp2, dp3, dp4, tp2 dp2, tp2 dp4, tp2 pp2 dp2, tp2 pp2 dp4, "
+            "tp2 pp2 dp4 overlap"
+        ),
     ),
     "fp32": (
         FP32,
-        [TP2, TP2_DP2],
-        [*DP, PP2_DP2, *LARGE, *overlapping(*DP, TP2, TP2_DP2, PP2_DP2, *LARGE)],
+        "tp2, tp2 dp2",
+        (
+            "dp2, dp3, dp4, pp2 dp2, tp2 dp4, tp2 pp2 dp2, dp2 overlap, "
+            "dp3 overlap, dp4 overlap, tp2 overlap, tp2 dp2 overlap, "
+            "pp2 dp2 overlap, tp2 dp4 overlap, tp2 pp2 dp2 overlap"
+        ),
     ),
-    "sp": (BF16, [T(2, 2, 2, sequence_parallel=True)], [TP2_DP2_SP]),
-    "cp": (BF16, [CP[0], *overlapping(*CP)], [CP[1]]),
-    "cp-fp32": (FP32, [], [*CP, *overlapping(*CP)]),
-    "layers": (Case(bf16=False, layers=4), [TP2_PP2_DP2]),
-    "tied": (Case(tied=True), [TP2_DP2, PP2_DP2], [TP2_PP2_DP2]),
-    "gated": (GATED, [TP2_DP2], [TP2]),
+    "sp": (BF16, "tp2 pp2 dp2 sp", "tp2 dp2 sp"),
+    "cp": (BF16, "cp2, overlap cp2, tp2 overlap cp2", "tp2 cp2"),
+    "cp-fp32": (FP32, "", "cp2, tp2 cp2, overlap cp2, tp2 overlap cp2"),
+    "layers": (Case(bf16=False, layers=4), "tp2 pp2 dp2"),
+    "tied": (Case(tied=True), "tp2 dp2, pp2 dp2", "tp2 pp2 dp2"),
+    "gated": (GATED, "tp2 dp2", "tp2"),
     "groups": (
         GROUPS,
-        overlapping(TP2_PP2_DP2),
-        [TP2_PP2_DP2, DP[1], *overlapping(DP[1])],
+        "tp2 pp2 dp2 overlap",
+        "tp2 pp2 dp2, dp3, dp3 overlap",
     ),
     "chunks": (
         DEEP,
-        [CHUNKS, replace(STEP_OVERLAP, tp=2)],
-        [IN_CHUNKS, *overlapping(IN_CHUNKS), STEP_OVERLAP],
+        "pp2 chunks2, tp2 pp2 dp2 overlap chunks2 step_overlap",
+        (
+            "pp2 dp2 chunks2, pp2 dp2 overlap chunks2, "
+            "pp2 dp2 overlap chunks2 step_overlap"
+        ),
     ),
-    "chunks-tied": (replace(DEEP, tied=True), [], [IN_CHUNKS, STEP_OVERLAP]),
-    "instances": (BF16, overlapping(INSTANCES), [INSTANCES]),
-    "instances-fp32": (FP32, [], [INSTANCES, *overlapping(INSTANCES)]),
-    "instances-with": (BF16, [replace(INSTANCES, tp=2), T(cp=4, instances=2)]),
-    "fp16": (FP16, overlapping(TP2_PP2_DP2), [TP2_DP2]),
-    "overflow": (OVERFLOW, [TP2_DP2], [PP2_DP2]),  # of one element, so on one rank
-    "bf16-gradients": (Case(fp32_grads=False), [TP2_DP2], overlapping(PP2_DP2)),
+    "chunks-tied": (
+        replace(DEEP, tied=True),
+        "",
+        "pp2 dp2 chunks2, pp2 dp2 overlap chunks2 step_overlap",
+    ),
+    "instances": (BF16, "dp4 overlap instances2", "dp4 instances2"),
+    "instances-fp32": (FP32, "", "dp4 instances2, dp4 overlap instances2"),
+    "instances-with": (BF16, "tp2 dp4 instances2, cp4 instances2"),
+    "fp16": (FP16, "tp2 pp2 dp2 overlap", "tp2 dp2"),
+    "overflow": (OVERFLOW, "tp2 dp2", "pp2 dp2"),  # of one element, so on one rank
+    "bf16-gradients": (Case(fp32_grads=False), "tp2 dp2", "pp2 dp2 overlap"),
     **{
-        "=".join(map(str, setting)): (Case().with_muon(**dict([setting])), [TP2_DP3])
+        "=".join(map(str, setting)): (Case().with_muon(**dict([setting])), "tp2 dp3")
         for setting in SETTINGS
     },
-    "warm-up-and-decays": (WARMING, [TP2_DP2, DP3_OVERLAP], [TP2_PP2_DP2]),
-    "update-norm": (UPDATE_NORM, [TP2_DP2, DP3_OVERLAP], [TP2_PP2_DP2]),
-    "update-norm-columns": (UPDATE_NORM.with_muon(splits=IN_COLUMNS), [TP2_DP3]),
-    "update-norm-experts": (replace(UPDATE_NORM, moe=True), [TP2_DP2_EP2]),
-    "mla-column": (COLUMN, [TP2_DP2, TP2_PP2_DP2], [TP2]),
-    "mla": (DUPLICATED, [TP2_DP2, TP2_PP2_DP2], [TP2]),
-    "mla-column-fp32": (replace(FP32, mla="column"), [], [IN_SEQUENCE]),
-    "mla-fp32": (replace(FP32, mla="duplicated"), [IN_SEQUENCE]),
-    "mla-experts": (DEEPSEEKS, [TP2_DP2_EP2]),
-    "mtp": (MTP, [PP2], [TP2_PP2_DP2]),
-    "mtp-tied": (replace(MTP, tied=True), [PP2, TP2_PP2_DP2]),
-    "narrow": (NARROW, [TP2_DP2]),
-    "narrow-gated": (replace(NARROW, gated=True), [TP2_DP2]),
-    "one-row": (ONE_ROW, [TP2]),
-    "one-group": (ONE_GROUP, overlapping(TP2_PP2_DP2), [TP2_DP2]),
+    "warm-up-and-decays": (WARMING, "tp2 dp2, dp3 overlap", "tp2 pp2 dp2"),
+    "update-norm": (UPDATE_NORM, "tp2 dp2, dp3 overlap", "tp2 pp2 dp2"),
+    "update-norm-columns": (UPDATE_NORM.with_muon(splits=IN_COLUMNS), "tp2 dp3"),
+    "update-norm-experts": (replace(UPDATE_NORM, moe=True), "tp2 dp2 sp ep2"),
+    "mla-column": (COLUMN, "tp2 dp2, tp2 pp2 dp2", "tp2"),
+    "mla": (DUPLICATED, "tp2 dp2, tp2 pp2 dp2", "tp2"),
+    "mla-column-fp32": (replace(FP32, mla="column"), "", "tp2 dp2 overlap sp"),
+    "mla-fp32": (replace(FP32, mla="duplicated"), "tp2 dp2 overlap sp"),
+    "mla-experts": (DEEPSEEKS, "tp2 dp2 sp ep2"),
+    "mtp": (MTP, "pp2", "tp2 pp2 dp2"),
+    "mtp-tied": (replace(MTP, tied=True), "pp2, tp2 pp2 dp2"),
+    "narrow": (NARROW, "tp2 dp2"),
+    "narrow-gated": (replace(NARROW, gated=True), "tp2 dp2"),
+    "one-row": (ONE_ROW, "tp2"),
+    "one-group": (ONE_GROUP, "tp2 pp2 dp2 overlap", "tp2 dp2"),
     # q q q | q k v | …
-    "two-groups": (replace(ONE_GROUP, heads=8, groups=2), [TP4]),
-    "half-of-k": (HALF_OF_K, [], [TP4]),
-    "half-of-k-fp32": (replace(FP32, heads=4, groups=1), [T(4, 1, 2)]),
-    "gated-group": (GATED_GROUP, [TP2_DP2]),
-    "two-gated-groups": (replace(GATED_GROUP, heads=8, groups=2), [TP4]),
-    "group-whole": (ONE_GROUP.with_muon(split_qkv=False), [TP2_DP2]),
+    "two-groups": (replace(ONE_GROUP, heads=8, groups=2), "tp4"),
+    "half-of-k": (HALF_OF_K, "", "tp4"),
+    "half-of-k-fp32": (replace(FP32, heads=4, groups=1), "tp4 dp2"),
+    "gated-group": (GATED_GROUP, "tp2 dp2"),
+    "two-gated-groups": (replace(GATED_GROUP, heads=8, groups=2), "tp4"),
+    "group-whole": (ONE_GROUP.with_muon(split_qkv=False), "tp2 dp2"),
     # Megatron's own AdamW passes the comparison: the others rest on it
-    "adam": (ADAM, [INSTANCES]),
-    "adam-chunks": (replace(ADAM, layers=4), [STEP_OVERLAP]),
-    "adam-mtp": (replace(ADAM, mtp=True, tied=True), [TP2_PP2]),
-    "adam-fp16": (replace(ADAM, bf16=False, fp16=True), [], [TP2_DP2]),
+    "adam": (ADAM, "dp4 instances2"),
+    "adam-chunks": (replace(ADAM, layers=4), "pp2 dp2 overlap chunks2 step_overlap"),
+    "adam-mtp": (replace(ADAM, mtp=True, tied=True), "tp2 pp2"),
+    "adam-fp16": (replace(ADAM, bf16=False, fp16=True), "", "tp2 dp2"),
     "adam-mla": (
         replace(ADAM_MOE, grouped="te", mla="duplicated"),
-        [],
-        [T(tp=2, dp=2, ep=2)],
+        "",
+        "tp2 dp2 ep2",
     ),
-    "adam-experts": (ADAM_MOE, overlapping(TP2_DP2_EP2_ETP1)),
+    "adam-experts": (ADAM_MOE, "tp2 dp2 overlap sp ep2 etp1"),
 }
 
 
@@ -179,7 +171,7 @@ def test_any_topology_equals_one_process(case: Case, topology: Topology) -> None
 
 
 def test_one_process_repeats_itself() -> None:
-    assert differences(truth(BF16), trained(BF16, T(overlap=True))) == []
+    assert differences(truth(BF16), trained(BF16, Topology(overlap=True))) == []
 
 
 # --- what this rests on ---------------------------------------------------------------
@@ -211,7 +203,7 @@ def test_every_weight_moves(name: str) -> None:
 
 
 def test_overlap_really_has_several_buckets() -> None:
-    topology = T(2, 2, 2, overlap=True)
+    topology = Topology.of("tp2 pp2 dp2 overlap")
     results = on_ranks(train, replace(BF16, steps=0), topology)
     buckets = {result["rank"][1]: result["buckets"] for result in results}
     assert buckets[0][0] >= 3  # first stage: Megatron cuts by bucket_size
@@ -230,7 +222,7 @@ def test_step_overlap_really_has_two_dense_optimizers() -> None:
 
 
 def test_instances_really_shard_over_half_of_the_ranks() -> None:
-    results = on_ranks(train, replace(BF16, steps=0), INSTANCES)
+    results = on_ranks(train, replace(BF16, steps=0), DP4_INSTANCES2)
     owners = [set(result["owners"].values()) for result in results]
     assert owners == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 

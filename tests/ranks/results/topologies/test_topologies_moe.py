@@ -24,9 +24,7 @@ from support.runs.mutants import swapped_ep_ranks
 from support.runs.topologies import (
     DP2_EP2,
     DP4_EP4,
-    PP2_DP2_EP2,
     TP2_DP2_EP2,
-    TP2_DP2_SP,
     TP2_EP2_ETP1,
 )
 from support.runs.whole import differences
@@ -44,46 +42,43 @@ FP16 = replace(MOE, bf16=False, fp16=True, steps=5)
 EXPERTS_OVERFLOW = replace(FP16, overflow=((1, "*.local_experts.3.linear_fc1.weight"),))
 ROUTERS_OVERFLOW = replace(FP16, overflow=((1, "*.router.weight"),))
 FASTER = ("*.local_experts.2.*", "*.router.weight", "*.layers.1.*.shared_experts.*")
-STAGES = [
-    Topology(pp=2, dp=2, ep=2, chunks=chunks, overlap=overlap)
-    for chunks in (2, 1)
-    for overlap in (True, False)
-]
-FOUR = Topology(pp=2, dp=4, ep=2)
-INSTANCES = Topology(dp=4, ep=2, instances=2)
 # By name: the case, its topologies, and those that are slow: each has a sibling that is
 # not.
 RUNS = {
+    # on tp2 dp2 sp, without EP, they are in the dense optimizer, with a TP group that
+    # has the size of TP
     "sequential": (
         MOE,
-        [
-            EP2_EDP3,
-            Topology(cp=2, ep=2),
-            PP2_DP2_EP2,
-            TP2_DP2_EP2,
-            replace(EP2_EDP2, overlap=True),
-            DP4_EP4,
-            replace(FOUR, overlap=True),
-            replace(INSTANCES, overlap=True),
-            # without EP they are in the dense optimizer, with a TP group that has the
-            # size of TP
-            TP2_DP2_SP,
-        ],
-        [DP2_EP2, TP2_EP2_ETP1, EP2_EDP2, FOUR, INSTANCES],
+        (
+            "dp6 ep2, cp2 ep2, pp2 dp2 ep2, tp2 dp2 sp ep2, "
+            "tp2 dp2 overlap sp ep2 etp1, dp4 ep4, pp2 dp4 overlap ep2, "
+            "dp4 overlap ep2 instances2, tp2 dp2 sp"
+        ),
+        (
+            "dp2 ep2, tp2 sp ep2 etp1, tp2 dp2 sp ep2 etp1, pp2 dp4 ep2, "
+            "dp4 ep2 instances2"
+        ),
     ),
-    "fp32": (FP32, [TP2_DP2_EP2], [DP2_EP2, TP2_EP2_ETP1]),
-    "gated": (replace(MOE, gated=True), [TP2_DP2_EP2]),
-    "legacy": (LEGACY, [TP2_DP2_EP2], [TP2_EP2_ETP1, EP2_EDP3]),
-    "te": (TE, [TP2_DP2_EP2, EP2_EDP3], [TP2_EP2_ETP1]),
-    "legacy-gated": (replace(LEGACY, gated=True), [TP2_DP2_EP2]),
-    "te-gated": (replace(TE, gated=True), [], [TP2_DP2_EP2]),
-    "layers": (replace(MOE, layers=4), STAGES[:1], STAGES[1:]),
-    "groups": (replace(MOE, faster=FASTER), [EP2_EDP2]),
+    "fp32": (FP32, "tp2 dp2 sp ep2", "dp2 ep2, tp2 sp ep2 etp1"),
+    "gated": (replace(MOE, gated=True), "tp2 dp2 sp ep2"),
+    "legacy": (LEGACY, "tp2 dp2 sp ep2", "tp2 sp ep2 etp1, dp6 ep2"),
+    "te": (TE, "tp2 dp2 sp ep2, dp6 ep2", "tp2 sp ep2 etp1"),
+    "legacy-gated": (replace(LEGACY, gated=True), "tp2 dp2 sp ep2"),
+    "te-gated": (replace(TE, gated=True), "", "tp2 dp2 sp ep2"),
+    "layers": (
+        replace(MOE, layers=4),
+        "pp2 dp2 overlap ep2 chunks2",
+        "pp2 dp2 ep2 chunks2, pp2 dp2 overlap ep2, pp2 dp2 ep2",
+    ),
+    "groups": (replace(MOE, faster=FASTER), "tp2 dp2 sp ep2 etp1"),
     # no token came to an expert: it only decays
-    "no-gradient": (replace(MOE, zero_grads=("*.local_experts.3.*",)), [EP2_EDP2]),
+    "no-gradient": (
+        replace(MOE, zero_grads=("*.local_experts.3.*",)),
+        "tp2 dp2 sp ep2 etp1",
+    ),
     # Megatron has a loss scaler in each optimizer; without a remedy they would part
-    "overflow": (EXPERTS_OVERFLOW, [TP2_DP2_EP2], [DP2_EP2]),
-    "routers-overflow": (ROUTERS_OVERFLOW, [], [DP2_EP2, TP2_DP2_EP2]),
+    "overflow": (EXPERTS_OVERFLOW, "tp2 dp2 sp ep2", "dp2 ep2"),
+    "routers-overflow": (ROUTERS_OVERFLOW, "", "dp2 ep2, tp2 dp2 sp ep2"),
 }
 
 
