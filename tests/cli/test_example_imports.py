@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support import ROOT
-from support.processes import environment
+from support.processes import environment, succeeded
 
 tomllib = pytest.importorskip(
     "tomllib", reason="the standard library has it from Python 3.11 on"
@@ -131,11 +130,7 @@ def test_minimal_and_the_notebook_run_with_core_alone(tmp_path: Path) -> None:
     """In a new environment, in which nothing else is installed."""
 
     def done(*command: object, cwd: Path = tmp_path) -> str:
-        ended = subprocess.run(
-            [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True
-        )
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-        return ended.stdout
+        return succeeded(*command, cwd=cwd, env=env)
 
     env = environment()
     env.pop("PYTHONPATH", None)

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -23,6 +22,7 @@ import megatron_muon
 from megatron_muon.lab.commands import GONE
 from megatron_muon.presence import core_version
 from support import ROOT
+from support.processes import succeeded
 
 VERSION = megatron_muon.__version__
 # by tests and builds, in a working tree
@@ -39,10 +39,7 @@ def files(folder: Path) -> set[str]:
 def done(*words: str, cwd: Path = ROOT, **variables: object) -> str:
     """What ``python WORDS`` prints; the test fails where it fails."""
     env = {**os.environ, **{key: str(value) for key, value in variables.items()}}
-    command = [sys.executable, *words]
-    ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    return ended.stdout
+    return succeeded(sys.executable, *words, cwd=cwd, env=env)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def _optimizer(built: Built, width: float, of: str = "muon") -> Any:
 
 def _rates(built: Built, groups: list[Mapping[str, Any]]) -> dict[str, float]:
     """The largest rate of each parameter here, of which groups may have a shard."""
-    names = {id(param): name for name, param in built.params.items()}
+    names = built.names
     if built.optimizer is not None:
         for part in distributed_optimizers(built.optimizer):
             names |= {id(s): names[id(param)] for param, s in owned_shards(part)}

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from support.processes import succeeded
 
 _HYBRID = (
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec "
@@ -177,13 +178,7 @@ def planned(name: str, checkout: Path) -> dict[str, Any]:
         file = Path(folder) / "plan.json"
         line = ["plan", "--json", str(file), "--world-size", str(shape.ranks)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_muon", *line]
-        done = subprocess.run(
-            [*command, str(checkout / shape.script), *flags.split()],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        succeeded(*command, checkout / shape.script, *flags.split())
         found: dict[str, Any] = json.loads(file.read_text())
     return found
 

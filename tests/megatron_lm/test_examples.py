@@ -20,6 +20,7 @@ import pytest
 
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 from support.megatron_lm.scripts import CHECKOUT, needs_checkout
+from support.processes import ended, succeeded
 
 EXAMPLES = ROOT / "examples"
 SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
@@ -52,14 +53,8 @@ def environment(folder: Path, **variables: object) -> dict[str, str]:
 def start(
     script: Path, env: dict[str, str], *flags: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(script), *flags],
-        env=env,
-        cwd=env["PATH"].split(os.pathsep)[0],
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    folder = env["PATH"].split(os.pathsep)[0]
+    return ended("bash", script, *flags, env=env, cwd=folder, timeout=800)
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -214,15 +209,8 @@ def test_megatron_knows_every_flag_and_value(standin: Path, machine: Path) -> No
             command_lines.append(words[words.index(f"{standin}/pretrain_gpt.py") + 1 :])
     env = environment(machine)
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    command = [sys.executable, "-c", PARSE, str(CHECKOUT)]
-    done = subprocess.run(
-        command,
-        input=json.dumps(command_lines),
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    command = sys.executable, "-c", PARSE, CHECKOUT
+    succeeded(*command, input=json.dumps(command_lines), env=env)
 
 
 def free_port() -> int:

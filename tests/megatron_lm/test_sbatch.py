@@ -12,6 +12,7 @@ import pytest
 from test_examples import EXAMPLES, SCENARIOS, environment, has, program
 
 from support import ROOT
+from support.processes import ended
 
 HOSTS = "\n".join(f"n{number}" for number in range(20_000))  # more than a pipe holds
 JOB = {
@@ -55,8 +56,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     env = environment(slurm, MEGATRON_LM_PATH=slurm, **{**JOB, **variables})
     env = {key: value for key, value in env.items() if key != "OMP_NUM_THREADS"}
-    command = ["bash", str(EXAMPLES / name), *words]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    return ended("bash", EXAMPLES / name, *words, env=env, cwd=ROOT)
 
 
 def tasks(slurm: Path, name: str, **variables: object) -> list[list[str]]:

@@ -37,6 +37,18 @@ def without_launcher(**more: str) -> dict[str, str]:
     return {**own, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
+def ended(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with what it wrote, whatever its status is."""
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, **options)
+
+
+def succeeded(*words: object, **options: Any) -> str:
+    """What a command prints, which must succeed."""
+    done = ended(*words, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 def python(
     *words: Path | str,
     path: Sequence[Path | str] = (),
@@ -44,18 +56,11 @@ def python(
     **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS``, whatever its status is."""
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env=environment(*path, **more),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    env = environment(*path, **more)
+    return ended(sys.executable, *words, cwd=ROOT, env=env, timeout=timeout)
 
 
 def printed(*words: Path | str, timeout: float = 300, **more: str) -> str:
     """What ``python WORDS`` prints, which must succeed."""
-    done = python(*words, timeout=timeout, **more)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    env = environment(**more)
+    return succeeded(sys.executable, *words, cwd=ROOT, env=env, timeout=timeout)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from support.checkpoints.inspecting import (
     inspect,
 )
 from support.models.gpt import Topology, muon_weights
-from support.processes import without_launcher
+from support.processes import ended, without_launcher
 from support.ranks import run
 
 SHAPES = {
@@ -148,8 +147,8 @@ def test_inspect_runs_as_a_program(sealed: Path) -> None:
     """
     folder = Path(shutil.copytree(sealed, sealed.with_name("Прогон")))
     env = without_launcher(PYTHONIOENCODING="ascii")
-    command = [sys.executable, "-m", "megatron_muon", "checkpoint", str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    command = sys.executable, "-m", "megatron_muon", "checkpoint", folder
+    done = ended(*command, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr == ""

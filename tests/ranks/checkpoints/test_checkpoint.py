@@ -12,7 +12,6 @@ import pytest
 
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import formats, load, resumed, save_new
-from support.installed import lacks
 from support.models.gpt import Case, Topology, on_ranks, printed_by, start, take_step
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
@@ -193,8 +192,6 @@ OTHER_SHAPES = {
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
 def test_other_shapes(shape: str, format: str, tmp_path: Path) -> None:
     case, topology = OTHER_SHAPES[shape]
-    if lacking := lacks(case, topology):
-        pytest.skip(lacking)
     if topology.instances > 1 and format == "dp_zero_gather_scatter":
         pytest.skip("Megatron reads it into the first instance only: it is refused")
     check(case, topology, format, tmp_path)

@@ -20,7 +20,7 @@ from support.checkpoints.saving import formats
 from support.checkpoints.sealing import loaded
 from support.marks import in_each_format
 from support.models.gpt import Case, Topology, on_ranks
-from support.processes import environment
+from support.processes import environment, succeeded
 from support.ranks import run
 from support.runs.topologies import DP2, DP2_EP2, TP2
 from support.runs.whole import differences, whole
@@ -80,14 +80,9 @@ def saves(
     for name in CASES:
         for format in formats():
             (folder / name / format).mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-c", SAVES, str(folder), pickle.dumps(plain).hex()],
-        cwd=tree / "tests",
-        env=environment(tree, tree / "tests"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = sys.executable, "-c", SAVES, folder, pickle.dumps(plain).hex()
+    tests = tree / "tests"
+    succeeded(*command, cwd=tests, env=environment(tree, tests))
     return folder
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ranks.te.test_on_host import HALVES, HOSTED
 from ranks.te.test_precision_aware import SHARDS, WHOLE, _weight
-from support.installed import VERSION, lacks
+from support.installed import VERSION
 from support.marks import needs_te
 from support.models.clipped import clipped, clipped_whole
 from support.models.gpt import muon_weights, on_ranks
@@ -52,9 +52,6 @@ def _whole(case: Case, dtype: torch.dtype = torch.float32) -> Whole:
 
 
 def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> Any:
-    lacking = lacks(case, topology)
-    if lacking:
-        pytest.skip(lacking)
     result = whole(on_ranks(clipped, case, topology, dtype))
     assert differences(_whole(case, dtype), result) == []
     return result

@@ -92,7 +92,7 @@ def _scheduler(optimizer: Any) -> Any:
 
 def _by_hand(built: Built, step: int, fast: str) -> None:
     """What each parameter's rate and decay are in step 0, 1, … of a linear schedule."""
-    names = {id(param): name for name, param in built.params.items()}
+    names = built.names
     for megatron in built.parts:
         groups = zip(
             megatron.model_float16_groups, megatron.optimizer.param_groups, strict=True

@@ -30,51 +30,49 @@ DELTA = Case(steps=4, mixer="delta", groups=6, ffn=264, vocab=144)
 EXPERTS = Case(steps=4, moe=True, gated=True)
 
 
-def _split(case: Case, *splits: tuple[str, str]) -> Case:
-    return case.with_muon(splits=splits)
+def _split(case: Case, *splits: str) -> Case:
+    """The case with splits as a command line has them, ``PATTERN=KIND``."""
+    return case.with_muon(splits=tuple(tuple(each.split("=")) for each in splits))
 
 
 # Each has a weight's kind in (pattern, kind) form, to look at its results.
 CASES = {
-    "qkv": _split(PLAIN, ("*.linear_qkv.*", "qkv")),
-    "qkv-heads": _split(PLAIN, ("*.linear_qkv.*", "heads")),
-    "qkv-whole": _split(PLAIN, ("*.linear_qkv.*", "whole")),
+    "qkv": _split(PLAIN, "*.linear_qkv.*=qkv"),
+    "qkv-heads": _split(PLAIN, "*.linear_qkv.*=heads"),
+    "qkv-whole": _split(PLAIN, "*.linear_qkv.*=whole"),
     "gated-attention-heads": _split(
-        replace(PLAIN, output_gate=True), ("*.linear_qkv.*", "heads")
+        replace(PLAIN, output_gate=True), "*.linear_qkv.*=heads"
     ),
-    "multi-head": _split(replace(PLAIN, groups=12), ("*.linear_qkv.*", "heads")),
-    "one-group": _split(replace(PLAIN, groups=1), ("*.linear_qkv.*", "heads")),
-    "gate-up": _split(GATED, ("*.linear_fc1.*", "gate-up")),
-    "gate-up-whole": _split(GATED, ("*.linear_fc1.*", "whole")),
+    "multi-head": _split(replace(PLAIN, groups=12), "*.linear_qkv.*=heads"),
+    "one-group": _split(replace(PLAIN, groups=1), "*.linear_qkv.*=heads"),
+    "gate-up": _split(GATED, "*.linear_fc1.*=gate-up"),
+    "gate-up-whole": _split(GATED, "*.linear_fc1.*=whole"),
     "latent-heads": _split(
-        LATENT, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")
+        LATENT, "*_up_proj.*=heads", "*.linear_kv_down_proj.*=parts"
     ),
-    "latent-keys": _split(LATENT, ("*.linear_kv_up_proj.*", "qkv")),
+    "latent-keys": _split(LATENT, "*.linear_kv_up_proj.*=qkv"),
     "latent-column": _split(
-        COLUMN, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")
+        COLUMN, "*_up_proj.*=heads", "*.linear_kv_down_proj.*=parts"
     ),
-    "mamba": _split(MIXER, ("*.in_proj.*", "parts")),
-    "mamba-whole": _split(MIXER, ("*.in_proj.*", "whole")),
-    "delta": _split(DELTA, ("*.in_proj.*", "parts")),
+    "mamba": _split(MIXER, "*.in_proj.*=parts"),
+    "mamba-whole": _split(MIXER, "*.in_proj.*=whole"),
+    "delta": _split(DELTA, "*.in_proj.*=parts"),
     "rows": _split(
-        GATED, ("*.linear_fc1.*", "rows:120,300,108"), ("*.linear_proj.*", "rows:12,84")
+        GATED, "*.linear_fc1.*=rows:120,300,108", "*.linear_proj.*=rows:12,84"
     ),
-    "rows-mamba": _split(MIXER, ("*.in_proj.*", "rows:100,380,12")),
-    "groups": _split(
-        PLAIN, ("*.linear_qkv.*", "groups:6:16,8,8"), ("*.linear_fc2.*", "heads:6")
-    ),
+    "rows-mamba": _split(MIXER, "*.in_proj.*=rows:100,380,12"),
+    "groups": _split(PLAIN, "*.linear_qkv.*=groups:6:16,8,8", "*.linear_fc2.*=heads:6"),
     "cols": _split(
         replace(PLAIN, mtp=True, layers=1),
-        *(("*.eh_proj.*", "cols:96,96"), ("*.linear_proj.*", "cols:16,16,16,16,16,16")),
+        "*.eh_proj.*=cols:96,96",
+        "*.linear_proj.*=cols:16,16,16,16,16,16",
     ),
-    "rows-experts": _split(EXPERTS, ("*.experts.*.linear_fc1.*", "rows:20,28,88")),
-    "experts": _split(EXPERTS, ("*.linear_fc1.*", "gate-up")),
+    "rows-experts": _split(EXPERTS, "*.experts.*.linear_fc1.*=rows:20,28,88"),
+    "experts": _split(EXPERTS, "*.linear_fc1.*=gate-up"),
     "legacy-experts": _split(
-        replace(EXPERTS, grouped="legacy"), ("*.experts.weight1", "gate-up")
+        replace(EXPERTS, grouped="legacy"), "*.experts.weight1=gate-up"
     ),
-    "grouped-experts": _split(
-        replace(EXPERTS, grouped="te"), ("*.linear_fc1.*", "gate-up")
-    ),
+    "grouped-experts": _split(replace(EXPERTS, grouped="te"), "*.linear_fc1.*=gate-up"),
 }
 # Of these sizes, three TP ranks cannot hold experts, nor the 112 rows of one query
 # group.
@@ -124,8 +122,8 @@ def _chosen(case: Case, topology: Topology) -> list[tuple[str, int, int]]:
 
 def test_the_last_pattern_that_matches_counts() -> None:
     one_layer = replace(PLAIN, layers=1)
-    heads = ("*linear_qkv*", "heads")
-    last = _split(one_layer, heads, ("*.0.self_attention.*", "whole"))
+    heads = "*linear_qkv*=heads"
+    last = _split(one_layer, heads, "*.0.self_attention.*=whole")
     assert on_ranks(_chosen, last, ONE) == [
         [("decoder.layers.0.self_attention.linear_qkv.weight", 192, 96)]
     ]

@@ -80,7 +80,7 @@ def _shards(built: gpt.Built) -> dict[str, Tensor]:
     """Main parameters by name."""
     from megatron_muon.mcore.host.shards import owned_shards
 
-    names = {id(param): name for name, param in built.params.items()}
+    names = built.names
     return {
         names[id(param)]: shard
         for part in built.parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from megatron_muon.megatron_lm.launch import version_of
 from support import PYTHON311, ROOT
+from support.processes import ended
 
 CHECKOUT = Path(os.environ.get("MEGATRON_LM_PATH", "/MEGATRON_LM_PATH-is-not-set"))
 HERE = Path(__file__).parent
@@ -90,9 +90,7 @@ def done(command: list[str], fails: bool = False, **more: str) -> str:
     """What a command prints; the test fails where it fails (or does not, if it
     should).
     """
-    result = subprocess.run(
-        command, env=environment(**more), capture_output=True, text=True, timeout=800
-    )
+    result = ended(*command, env=environment(**more), timeout=800)
     text = result.stdout + result.stderr
     assert (result.returncode != 0) == fails, text[-6000:]
     return text

@@ -86,6 +86,11 @@ class Built:
         return only
 
     @property
+    def names(self) -> dict[int, str]:
+        """The names of its parameters, by their ``id``."""
+        return {id(param): name for name, param in self.params.items()}
+
+    @property
     def tp_rank(self) -> int:
         return self.place.tp_rank
 
@@ -353,7 +358,7 @@ def train(
 
 def held(built: Built) -> dict[str, Any]:
     """Everything this rank holds, as numpy: whole parameters and the shards it owns."""
-    names = {id(param): name for name, param in built.params.items()}
+    names = built.names
     result: dict[str, Any] = {
         "rank": (built.tp_rank, built.pp_rank, built.dp_rank),
         "pieces": built.pieces,
@@ -460,7 +465,12 @@ def on_ranks(
     *args: Any,
     timeout: float | None = None,
 ) -> list[Any]:
-    """What ``fn(case, topology, *args)`` returns on each rank of the topology."""
+    """What ``fn(case, topology, *args)`` returns on each rank of the topology. A test is
+    skipped where the installed Megatron has not what the case needs.
+    """
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
     size = topology.world_size
     limit = max(120.0, 15.0 * size) if timeout is None else timeout
     return run(fn, size, case, topology, *args, timeout=limit)
@@ -470,9 +480,6 @@ def trained(
     case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
 ) -> Whole:
     """Run ``train`` on real ranks and put the results together."""
-    lacking = lacks(case, topology)
-    if lacking:
-        pytest.skip(lacking)
     return whole(on_ranks(train, case, topology, mutation))
 
 

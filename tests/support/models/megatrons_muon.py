@@ -130,7 +130,7 @@ def held(built: Built, layer_wise: bool) -> dict[str, Any]:
     """
     from megatron.core import parallel_state as ps
 
-    names = {id(param): name for name, param in built.params.items()}
+    names = built.names
     groups = {
         True: ps.get_data_parallel_group(with_context_parallel=True),
         # what Megatron marks as not all-reduced

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from megatron_muon import numbers
-from support.installed import lacks
 from support.models.gpt import Built, held, on_ranks, start
 from support.runs.cases import SEQUENCE, Case, Topology
 from support.runs.whole import whole
@@ -137,7 +135,7 @@ def _gradients(built: Built) -> dict[str, Any]:
     """``held``, with the reduced gradients of the shards that this rank owns in place
     of state.
     """
-    names = {id(param): name for name, param in built.params.items()}
+    names = built.names
     shards = {}
     for buffer in built.buffers():
         group = buffer.data_parallel_group
@@ -222,9 +220,6 @@ def trained(
     loss falls with each update.
     """
     topology = spread(ranks)
-    lacking = lacks(case, topology)
-    if lacking:
-        pytest.skip(lacking)
     logs = on_ranks(train, case, topology, mutation)
     first = logs[0]
     for log in logs:

@@ -6,9 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-from support.installed import lacks
 from support.models.gpt import on_ranks, start, train
 from support.runs.cases import Case, Topology
 from support.runs.whole import Whole, whole
@@ -41,9 +38,6 @@ def logged(case: Case, topology: Topology) -> tuple[Whole, list[Rows]]:
     """What a run that logs each step holds at its end, and the numbers of its steps,
     the same on all ranks.
     """
-    lacking = lacks(case, topology)
-    if lacking:
-        pytest.skip(lacking)
     ranks = on_ranks(train, watched(case), topology)
     numbers = ranks[0]["log"]["numbers"]
     assert all(rank["log"]["numbers"] == numbers for rank in ranks)
