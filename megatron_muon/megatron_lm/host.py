@@ -44,4 +44,4 @@ class MegatronLM(Host):
         """Print the reason."""
         if chosen.reason:
             start = importlib.import_module("megatron_muon.mcore.wiring.start")
-            start.say_at_start([chosen.reason])
+            start.unusual.append(chosen.reason)

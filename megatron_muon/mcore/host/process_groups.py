@@ -157,10 +157,9 @@ def stage_of(
     if model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1:
         group = _of_instance(group, instance, device)
     moe = is_moe(model_chunks)
-    if pg_collection is None:
-        pipeline_rank = int(parallel_state.get_pipeline_model_parallel_rank())
-    else:
-        pipeline_rank = pg_collection.pp.rank() if hasattr(pg_collection, "pp") else 0
+    pipeline_rank = 0
+    if pg_collection is None or hasattr(pg_collection, "pp"):
+        pipeline_rank = group_of("pp", pg_collection).rank()
     return Stage(
         group=group,
         tp=group_of("tp", pg_collection),

@@ -35,7 +35,7 @@ from megatron_muon.mcore.wiring.gradients import (
     share_loss_scale,
 )
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.mcore.wiring.start import say_at_start, start_lines
+from megatron_muon.mcore.wiring.start import start_lines, unusual
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -152,7 +152,7 @@ def _checked(
     device = device_of(model_chunks)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     kind = plan_device(device, config)
-    say_at_start(not_shared_lines(config, kind, is_deterministic=is_deterministic))
+    unusual.extend(not_shared_lines(config, kind, is_deterministic=is_deterministic))
     config = layout_free(config, is_deterministic=is_deterministic)
     numerics = numerics_on(device, config)
     try_products(device, numerics)

@@ -5,6 +5,7 @@ step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +99,6 @@ class MuonChainedOptimizer(CheckpointChain):
         if self.nonfinite is not None:
             self.nonfinite.after_step()
         return is_successful
-
-    def numbers(self) -> dict[str, float]:
-        """``megatron_muon.numbers``."""
-        return {} if self.watch is None else self.watch.numbers()
 
     def wait_for_params(self) -> None:
         """Gather the parameters that a step has updated elsewhere, and wait for what is
@@ -228,18 +225,22 @@ class MuonChainedOptimizer(CheckpointChain):
             part.refuses = refusal is not None
         return refusal
 
+    def _grads(self) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
+        """Each shard of this rank, with its optimizer and its gradient."""
+        for part in parts_of(self):
+            for _, shard in owned_shards(part):
+                yield part, shard, part.states.grad(shard)
+
     def _some_grad_is_unusable(self) -> Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
         device = self._device
         if any(part.refuses for part in self.chained_optimizers):
             return torch.tensor(True, device=device)
         grads_of: dict[float, list[Tensor]] = {}
-        for part in parts_of(self):
-            for _, shard in owned_shards(part):
-                grad = part.states.grad(shard)
-                if grad is None:
-                    return torch.tensor(True, device=device)
-                grads_of.setdefault(_limit(part, shard), []).append(grad)
+        for part, shard, grad in self._grads():
+            if grad is None:
+                return torch.tensor(True, device=device)
+            grads_of.setdefault(_limit(part, shard), []).append(grad)
         if not grads_of:
             return torch.tensor(False, device=device)
         votes = [_beyond(grads, limit, device) for limit, grads in grads_of.items()]
@@ -247,13 +248,10 @@ class MuonChainedOptimizer(CheckpointChain):
 
     def _gradient_error(self) -> FloatingPointError | None:
         limits: dict[str, float] = {}  # of the shards whose gradient cannot be used
-        for part in parts_of(self):
-            names = shard_names(part)
-            for _, shard in owned_shards(part):
-                grad = part.states.grad(shard)
-                limit = _limit(part, shard)
-                if grad is None or _beyond([grad], limit, shard.device):
-                    limits[names[id(shard)]] = limit
+        for part, shard, grad in self._grads():
+            limit = _limit(part, shard)
+            if grad is None or _beyond([grad], limit, shard.device):
+                limits[shard_names(part)[id(shard)]] = limit
         if not limits:
             return None
         lowest = min(limits.values())

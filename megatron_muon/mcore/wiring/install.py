@@ -57,7 +57,7 @@ def uninstall() -> None:
     """
     global _config
     _patches.undo()
-    start.forget()
+    start.unusual.clear()
     _config = None
 
 
@@ -84,7 +84,7 @@ def numbers(optimizer: Any) -> dict[str, float]:
     """``megatron_muon.numbers``."""
     if not isinstance(optimizer, MuonChainedOptimizer):
         raise TypeError(f"{type(optimizer).__name__} is not Muon's: it has no numbers")
-    return optimizer.numbers()
+    return {} if optimizer.watch is None else optimizer.watch.numbers()
 
 
 def _get_megatron_optimizer(
@@ -208,7 +208,7 @@ def _with_upstreams(settings: MuonConfig, call: inspect.BoundArguments) -> MuonC
         return *upstreams.with_fields(settings, config, fields, model_chunks[0]), names
 
     settings, lines, names = together(read, None, device_of(model_chunks))
-    start.say_at_start(lines)
+    start.unusual.extend(lines)
     if not has_overrides:
         return settings
     _drop_overrides(call, lambda name, value: name == "optimizer")

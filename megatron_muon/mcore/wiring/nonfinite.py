@@ -5,6 +5,7 @@ in which one stays so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -87,25 +88,22 @@ class NonfiniteReport:
     def _log(self) -> None:
         """Name the matrices not updated since the last line, once for all ranks."""
         counts = self._counts(waits=True)
-        here: dict[str, Skipped] = {}
+        here: list[tuple[str, Skipped]] = []
         for key, skipped in counts.items():
             new = skipped.since(self._before.get(key))
             if new.results:
-                # full and block steps, and TP slices of these, count as one
-                name = key[1].split(SLICE_OF)[0]
-                here[name] = max(new, here.get(name, new))
+                here.append((key[1].split(SLICE_OF)[0], new))
         self._before = counts
         vote = torch.tensor(bool(here), device=self._device)
         if not any_rank("muon/log", vote, self._group):
             self._in_a_row = {}
             return
-        # several homes may name one matrix: of its strips or slices, or of optimizer
-        # instances; the most that one of them saw counts
+        # several homes may name one matrix: of its strips or slices, of full and of
+        # block steps, or of optimizer instances; the most that one of them saw counts
         every: dict[str, Skipped] = {}
-        for counted in all_gather_json(here, self._group):
-            for name, numbers in counted.items():
-                new = Skipped(*numbers)
-                every[name] = max(new, every.get(name, new))
+        for name, numbers in chain.from_iterable(all_gather_json(here, self._group)):
+            new = Skipped(*numbers)
+            every[name] = max(new, every.get(name, new))
         self._in_a_row = {
             name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)
         }

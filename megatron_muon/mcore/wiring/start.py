@@ -30,17 +30,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.patterns import pairs_of
 
-_of_flags: list[str] = []
-
-
-def say_at_start(lines: Sequence[str]) -> None:
-    """Say something unusual in the block of the next optimizer."""
-    _of_flags.extend(lines)
-
-
-def forget() -> None:
-    """Forget lines that no optimizer's block has had."""
-    _of_flags.clear()
+unusual: list[str] = []  # what is said in the block of the next optimizer, too
 
 
 def start_lines(
@@ -80,12 +70,12 @@ def start_lines(
     require_matched(set().union(*(matched for matched, _, _ in ranks)), config)
     shares = (Share(**share) for _, share, _ in ranks)
     share_line, *remarks = describe.share_lines(sum(shares, start=Share()))
-    unusual = [
-        *_of_flags,
+    said = [
+        *unusual,
         *(f"{pattern}: {text}" for pattern, text in pairs_of(config.by_pattern)),
         *remarks,
     ]
-    forget()
+    unusual.clear()
     block = [
         describe.active_line(described_version(), torch.__version__, config),
         describe.computing_line(
@@ -95,7 +85,7 @@ def start_lines(
             in_batches=takes_batches(stage.device),
         ),
         share_line,
-        *([f"unusual: {' | '.join(unusual)}"] if unusual else []),
+        *([f"unusual: {' | '.join(said)}"] if said else []),
         describe.memory_line([held for _, _, held in ranks if held]),
         "matrices, homes and messages: `megatron-muon routes` with the run's flags",
     ]
