@@ -5,13 +5,14 @@ products.
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Function, Patches
 
 
 def router(patches: Patches) -> None:
@@ -62,41 +63,49 @@ def uneven_parts(patches: Patches) -> None:
     ranks have different numbers of tokens (mappings.py:150, 194).
     """
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    gather = module._gather_along_first_dim
-    reduce_scatter = module._reduce_scatter_along_first_dim
+    for name, uneven in _UNEVEN.items():
+        patches.set(module, name, partial(uneven, getattr(module, name)))
 
-    def are_even(group: Any, sizes: Any) -> bool:
-        return sizes is None or len(set(sizes)) == 1 or group.size() == 1
 
-    def new_gather(
-        input_: Any,
-        group: Any = None,
-        output_split_sizes: Any = None,
-        use_global_buffer: bool = False,
-    ) -> Any:
-        group = _or_tensor_parallel(group)
-        if are_even(group, output_split_sizes):
-            return gather(input_, group, None, use_global_buffer)
-        longest = max(output_split_sizes)
-        parts = gather(_padded(input_, longest), group).split(longest)
-        pairs = zip(parts, output_split_sizes, strict=True)
-        return torch.cat([part[:rows] for part, rows in pairs])
+def _gather(
+    original: Function,
+    input_: Any,
+    group: Any = None,
+    output_split_sizes: Any = None,
+    use_global_buffer: bool = False,
+) -> Any:
+    group = _or_tensor_parallel(group)
+    if _are_even(group, output_split_sizes):
+        return original(input_, group, None, use_global_buffer)
+    longest = max(output_split_sizes)
+    parts = original(_padded(input_, longest), group).split(longest)
+    pairs = zip(parts, output_split_sizes, strict=True)
+    return torch.cat([part[:rows] for part, rows in pairs])
 
-    def new_reduce_scatter(
-        input_: Any,
-        group: Any = None,
-        input_split_sizes: Any = None,
-        use_global_buffer: bool = False,
-    ) -> Any:
-        group = _or_tensor_parallel(group)
-        if are_even(group, input_split_sizes):
-            return reduce_scatter(input_, group, None, use_global_buffer)
-        sizes = list(input_split_sizes)
-        parts = [_padded(part, max(sizes)) for part in input_.split_with_sizes(sizes)]
-        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
 
-    patches.set(module, "_gather_along_first_dim", new_gather)
-    patches.set(module, "_reduce_scatter_along_first_dim", new_reduce_scatter)
+def _reduce_scatter(
+    original: Function,
+    input_: Any,
+    group: Any = None,
+    input_split_sizes: Any = None,
+    use_global_buffer: bool = False,
+) -> Any:
+    group = _or_tensor_parallel(group)
+    if _are_even(group, input_split_sizes):
+        return original(input_, group, None, use_global_buffer)
+    sizes = list(input_split_sizes)
+    parts = [_padded(part, max(sizes)) for part in input_.split_with_sizes(sizes)]
+    return original(torch.cat(parts), group)[: sizes[group.rank()]]
+
+
+def _are_even(group: Any, sizes: Any) -> bool:
+    return sizes is None or len(set(sizes)) == 1 or group.size() == 1
+
+
+_UNEVEN = {
+    "_gather_along_first_dim": _gather,
+    "_reduce_scatter_along_first_dim": _reduce_scatter,
+}
 
 
 def gmm(

@@ -17,6 +17,7 @@ from megatron_muon.orthogonalize.matmul import multiplies_bf16
 from megatron_muon.runtime.patches import Patches
 
 _HALF = (torch.bfloat16, torch.float16)
+_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}  # number of operands
 
 
 def _widened(tensors: int, into: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -48,8 +49,6 @@ def products(patches: Patches) -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl("mm", _widened(2, torch.mm), "CPU")
-        library.impl("bmm", _widened(2, torch.bmm), "CPU")
-        library.impl("addmm", _widened(3, torch.addmm), "CPU")
-        library.impl("baddbmm", _widened(3, torch.baddbmm), "CPU")
+        for name, tensors in _PRODUCTS.items():
+            library.impl(name, _widened(tensors, getattr(torch, name)), "CPU")
     patches.on_undo(library._destroy)

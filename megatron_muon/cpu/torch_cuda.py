@@ -46,7 +46,7 @@ def current_device(patches: Patches) -> None:
 def _on_cpu(factory: Function) -> Function:
     @functools.wraps(factory)
     def made_on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and is_cuda(kwargs["device"]):
+        if is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -67,16 +67,12 @@ def factories(patches: Patches) -> None:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))
 
 
-def _to(original: Function) -> Function:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and is_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if "device" in kwargs and is_cuda(kwargs["device"]):
-            kwargs["device"] = CPU
-        return original(self, *args, **kwargs)
-
-    return to
+def _to(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    if args and is_cuda(args[0]):
+        args = (CPU, *args[1:])
+    if is_cuda(kwargs.get("device")):
+        kwargs["device"] = CPU
+    return original(tensor, *args, **kwargs)
 
 
 def moves(patches: Patches) -> None:
@@ -87,22 +83,20 @@ def moves(patches: Patches) -> None:
     """
     patches.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     patches.set(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
-    patches.set(torch.Tensor, "to", _to(torch.Tensor.to))
+    patches.wrap("torch", "Tensor.to", _to)
 
 
-def _type(original: Function) -> Function:
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            # of a subclass, which asks for its parts', a GPU's already
-            name: str = original(self)
-            is_cpus = self.device.type == "cpu" and not name.startswith("torch.cuda.")
-            return name.replace("torch.", "torch.cuda.", 1) if is_cpus else name
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.", 1)
-        return original(self, dtype, *args, **kwargs)
-
-    return type_
+def _type(
+    original: Function, tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if dtype is None:
+        # of a subclass, which asks for its parts', a GPU's already
+        name: str = original(tensor)
+        is_cpus = tensor.device.type == "cpu" and not name.startswith("torch.cuda.")
+        return name.replace("torch.", "torch.cuda.", 1) if is_cpus else name
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return original(tensor, dtype, *args, **kwargs)
 
 
 def tensor_type(patches: Patches) -> None:
@@ -112,7 +106,7 @@ def tensor_type(patches: Patches) -> None:
     The optimizers sort parameters by that name (distrib_optimizer.py:361,
     optimizer.py:671).
     """
-    patches.set(torch.Tensor, "type", _type(torch.Tensor.type))
+    patches.wrap("torch", "Tensor.type", _type)
 
 
 def rng(patches: Patches) -> None:
@@ -148,6 +142,8 @@ def rng(patches: Patches) -> None:
 class _InOrder:
     """Work on the CPU is done when a call returns, so nothing waits."""
 
+    cuda_stream = 0
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = time.perf_counter()
 
@@ -158,13 +154,14 @@ class _InOrder:
         """Always done."""
         return True
 
-    synchronize = _nothing
+    synchronize = wait = wait_stream = wait_event = __exit__ = _nothing
+
+    def __enter__(self) -> Any:
+        return self
 
 
 class Event(_InOrder):
     """A point in time."""
-
-    wait = _InOrder._nothing
 
     def record(self, stream: object = None) -> None:
         """Note the time."""
@@ -178,18 +175,11 @@ class Event(_InOrder):
 class Stream(_InOrder):
     """The one order in which a CPU thread works."""
 
-    cuda_stream = 0
-    wait_stream = wait_event = _InOrder._nothing
-    __exit__ = _InOrder._nothing
-
     def record_event(self, event: Event | None = None) -> Event:
         """Record and return ``event``, a new one if none is given."""
         event = Event() if event is None else event
         event.record(self)
         return event
-
-    def __enter__(self) -> "Stream":
-        return self
 
 
 def streams(patches: Patches) -> None:

@@ -18,7 +18,7 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.mcore.seams.training import ROWS
-from megatron_muon.megatron_lm import bucketing, checkpointing
+from megatron_muon.megatron_lm import checkpointing
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -135,7 +135,7 @@ def _validate_args(
     with replaced(args, **hidden):
         result = original(args, defaults or {}, **kwargs)
     if is_new:
-        set_host(MegatronLM(leaves_buckets=bucketing.leaves_buckets(args)))
+        set_host(MegatronLM(leaves_buckets=namespace.leaves_buckets(args)))
     _tell(lines)
     return result
 

@@ -101,8 +101,10 @@ def flags_of_upstream(defaults: Mapping[str, Any]) -> str:
     return " ".join(options)
 
 
-def tp_size(args: Namespace) -> int:
-    """The largest number of TP ranks that share a matrix."""
+def tp_size(args: Any) -> int:
+    """The largest number of TP ranks that share a matrix, by arguments or by Megatron's
+    config of a model.
+    """
     dense = written(args, "tensor_model_parallel_size") or 1
     return max(dense, written(args, "expert_tensor_parallel_size") or dense)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from figures.llama import whole_buffer
 from megatron_muon.mcore.wiring.buffers import bucket_layout
-from megatron_muon.megatron_lm.bucketing import leaves_buckets
+from megatron_muon.megatron_lm.flags.namespace import leaves_buckets
 from megatron_muon.planning.buckets import (
     REFERENCE_DP_SIZE,
     SLACK,

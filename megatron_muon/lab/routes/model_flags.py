@@ -24,7 +24,7 @@ from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.lab.progress import announce
 from megatron_muon.mcore.host.loop import host
-from megatron_muon.megatron_lm.bucketing import leaves_buckets
+from megatron_muon.megatron_lm.flags.namespace import leaves_buckets
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.presence import CoreNotFoundError, MuonError, require_core
 from megatron_muon.settings.config import MuonConfig

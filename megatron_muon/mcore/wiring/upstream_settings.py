@@ -61,20 +61,16 @@ def with_fields(
         return config, []
     _refuse_twice(config, changed or {"optimizer": optimizer})
     defaults = own_muons_fields(optimizer_config)
-    given: dict[str, Any] = {"muon_tp_mode": "duplicated"}
+    given: dict[str, Any] = {}
     if is_theirs:
         given = {name: defaults[name] for name in ("muon_tp_mode", _PRECISION)}
         for field, flag, value in upstream_settings(defaults):
             if field not in row_of(config.rule).refuses:
                 given[flag.dest] = value
     given |= changed
-    mode = given.pop("muon_tp_mode")
-    if _PRECISION in given:
-        precision = given.pop(_PRECISION)
-        given["muon_ns_dtype"] = _DTYPES.get(precision, precision)
-    model = get_model_config(chunk)
-    for size in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
-        given[size] = getattr(model, size)
+    mode = given.pop("muon_tp_mode", "duplicated")
+    precision = given.pop(_PRECISION, None)
+    given["muon_ns_dtype"] = _DTYPES.get(precision, precision)
     args = Namespace(**{**given, KEPT: defaults, "muon_rule": config.rule})
     try:
         choice(TP_MODES).check("muon_tp_mode", mode)
@@ -93,10 +89,11 @@ def with_fields(
         f"{config.momentum:g}, Nesterov {'on' if config.nesterov else 'off'}, QKV "
         f"{'split' if config.split_qkv else 'whole'}"
     ]
-    if mode == "blockwise" and tp_size(args) > 1:
+    shared_by = tp_size(get_model_config(chunk))
+    if mode == "blockwise" and shared_by > 1:
         lines.append(
             "warning: muon_tp_mode='blockwise', in Megatron's own Muon, is other "
-            f"mathematics with TP {tp_size(args)}: each rank's slice by itself; here "
+            f"mathematics with TP {shared_by}: each rank's slice by itself; here "
             "every matrix is orthogonalized whole, as by duplicated"
         )
     return config, lines

@@ -131,3 +131,15 @@ def all_written(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     if config.qk_clip is None:
         values["muon_qk_clip_alpha"] = None
     return values
+
+
+def leaves_buckets(args: Namespace) -> bool:
+    """Whether flags leave the number of buckets to the plugin, which chooses it once
+    the model is there (``mcore.wiring.buffers.bucket_layout``).
+    """
+    if args.muon_dp_layout == "bucketed" or not args.overlap_grad_reduce:
+        return False
+    if args.ddp_num_buckets is not None or args.ddp_bucket_size is not None:
+        return False
+    # with this Megatron makes one bucket of each buffer
+    return not getattr(args, "overlap_param_gather_with_optimizer_step", False)
