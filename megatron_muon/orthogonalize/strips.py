@@ -51,11 +51,8 @@ class Sharing(Protocol):
         count: number of strips.
     """
 
-    @property
-    def numbers(self) -> Sequence[int]: ...
-
-    @property
-    def count(self) -> int: ...
+    numbers: list[int]
+    count: int
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         """``(strips, k)`` in the order of strips, from ``(strips here, k)``, contiguous
@@ -171,8 +168,7 @@ def _gram(
             _apply(q, x, products, alpha=unscale)
             del q
             continue
-        gram = [_whole_square(x, of_squares, sharing)]
-        factor = factor_of(gram.pop(), part, of_squares)
+        factor = factor_of(_whole_square(x, of_squares, sharing), part, of_squares)
         for at, one in enumerate(x):
             x[at] = products.times(factor, one, alpha=unscale)
         del factor, one  # the next sum needs their memory

@@ -204,16 +204,6 @@ class Parameter:
     ep_rank: int = 0  # the expert-parallel rank that has it; 0 for dense parameters
 
     @property
-    def whole(self) -> tuple[int, int]:
-        """(rows, cols) over all TP ranks, which ``shape`` and ``partition_dim`` tell
-        unless ``splits`` cuts columns.
-        """
-        rows, cols = self.shape
-        if self.partition_dim == 0:
-            rows *= len(self.blocks)
-        return rows, cols * self.column_parts
-
-    @property
     def column_parts(self) -> int:
         """The number of column ranges that TP cuts each matrix into."""
         return len(self.blocks) if self.partition_dim == 1 else 1

@@ -8,7 +8,7 @@ and a rank holds its range of every section, one after another. A gated fc1 has 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megatron_muon.planning.layout import Block, Matrices, Matrix, Span
@@ -113,11 +113,11 @@ def _held_rows(
     order: dict[str, int],
     parts: int,
     part: int,
-) -> Iterator[Block]:
+) -> list[Block]:
     """The blocks of one TP rank; neighbours that continue each other in a matrix are
     one.
     """
-    last: Block | None = None
+    blocks: list[Block] = []
     local = 0
     for section in sections:
         rows = sum(run.count for run, _, _ in section) // parts
@@ -128,16 +128,12 @@ def _held_rows(
                 continue
             at = Span(local + first - part * rows, local + stop - part * rows)
             block = Block(order[run.part], at, matrix_row + first - start)
-            if last is not None and _continues(last, block):
-                block = Block(
-                    last.matrix, Span(last.rows.start, at.stop), last.matrix_row
-                )
-            elif last is not None:
-                yield last
-            last = block
+            if blocks and _continues(blocks[-1], block):
+                before = blocks.pop()
+                block = replace(before, rows=Span(before.rows.start, at.stop))
+            blocks.append(block)
         local += rows
-    if last is not None:
-        yield last
+    return blocks
 
 
 def _continues(one: Block, other: Block) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -26,6 +27,7 @@ from megatron_muon.runtime.collectives import (
     Pending,
     Route,
     consecutive,
+    world_ranks,
 )
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
@@ -111,7 +113,8 @@ class Exchange:
     ) -> None:
         self.group, self.device, self.meter = group, device, meter
         self.like = torch.empty(0, dtype=dtype, device=device)
-        self._rank, self._world = plan.rank, collectives.world_ranks(group)
+        self._rank = plan.rank
+        self._between = partial(Route.of, group, world_ranks(group), plan.rank)
         self.rounds = [
             RoundExchange(table, self) for table in round_tables(plan, matrices)
         ]
@@ -139,12 +142,12 @@ class Exchange:
 
     def route(self, to: Counts, received_from: Counts) -> Route:
         """Messages of this rank, by their sizes in the order of the buffers."""
-        places = [consecutive(counts, ALIGNED) for counts in (to, received_from)]
-        return Route.of(self.group, self._world, self._rank, *places)
+        sent = consecutive(to, ALIGNED)
+        return self._between(sent, consecutive(received_from, ALIGNED))
 
     def sharers(self, strips: Sequence[Matrix]) -> Sharers:
         """The homes of a matrix, of whose strips this rank has some."""
-        return Sharers(strips, self._rank, self.group, self._world, self.meter)
+        return Sharers(strips, self._rank, self._between, self.meter)
 
 
 class RoundExchange:
@@ -187,8 +190,8 @@ class RoundExchange:
         """
         table = self.table
         sizes = table.staged_sizes if table.in_place else table.kept_sizes
-        kept = self._empty(sum(sizes))
-        sent = self._empty(sum(table.sent.sizes))
+        kept = self._like.new_empty(sum(sizes))
+        sent = self._like.new_empty(sum(table.sent.sizes))
         in_message = split_with_sizes(sent, table.sent.sizes)
         targets = [
             *self._kept_slices(kept),
@@ -197,7 +200,7 @@ class RoundExchange:
         slices: list[Tensor | None] = [None] * len(table.slices)
         for number, target in zip(table.outgoing, targets, strict=True):
             slices[number] = target
-        return Outgoing(slices, self._empty(len(table.outgoing)), kept, sent)
+        return Outgoing(slices, self._like.new_empty(len(table.outgoing)), kept, sent)
 
     def start_gather(self, outgoing: Outgoing) -> Gathering:
         """Start to bring every matrix of the round to its home.
@@ -244,7 +247,9 @@ class RoundExchange:
             *self._kept_slices(kept),
             *split_with_sizes(received, table.received.sizes),
         ]
-        staged = kept if table.in_place else self._empty(sum(table.staged_sizes))
+        staged = (
+            kept if table.in_place else self._like.new_empty(sum(table.staged_sizes))
+        )
         places = split_with_sizes(staged, table.staged_sizes)
         sources = [slices[table.staged_from[at]] for at in self._copied]
         _copy([places[at] for at in self._copied], sources)
@@ -304,9 +309,6 @@ class RoundExchange:
                 *split_with_sizes(received, self.table.returned.sizes),
             ]
         return [results[number] for number in self.table.result_of]
-
-    def _empty(self, numel: int) -> Tensor:
-        return self._like.new_empty(numel)
 
 
 def _received(under_way: Gathering | Scattering) -> Tensor | None:

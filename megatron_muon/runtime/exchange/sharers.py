@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, product
 from typing import Literal
@@ -16,7 +16,7 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.layout import Matrix, Span, range_of
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.collectives import Group, Place, Route, consecutive
+from megatron_muon.runtime.collectives import Place, Route, consecutive
 from megatron_muon.runtime.exchange.meter import Meter
 
 # blocks in which rows of one strip cross columns of another, by the strips' numbers
@@ -40,8 +40,8 @@ class Sharers:
 
     Args:
         strips: all of the matrix's strips, in order.
-        rank, group, world: rank of the stage, its group,
-            ``collectives.world_ranks(group)``.
+        rank: of the stage.
+        route: makes this rank's messages from the places of what is sent and received.
         meter: counts the bytes sent.
     """
 
@@ -49,12 +49,10 @@ class Sharers:
         self,
         strips: Sequence[Matrix],
         rank: int,
-        group: Group,
-        world: Sequence[int],
+        route: Callable[[Sequence[Place], Sequence[Place]], Route],
         meter: Meter,
     ) -> None:
-        self._rank, self._group, self._world = rank, group, world
-        self._meter = meter
+        self._rank, self._route, self._meter = rank, route, meter
         self._rows = [strip.rows for strip in strips]
         self._cols = [strip.long for strip in strips]
         self.count = len(strips)
@@ -203,7 +201,7 @@ class Sharers:
         return self._route([(other, 0, size) for other in self._others], places)
 
     def _route_of_sum(self, width: int) -> Route:
-        """Of each strip's square, of this width, each home gets its rows."""
+        """Each strip's rows of a square of this width go to the home that adds them."""
         ranges, each = self._ranges["rows"], len(self.numbers) * width
         sent = [
             (home, own.start * each, own.stop * each) for home, own in ranges.items()
@@ -214,6 +212,3 @@ class Sharers:
             for other, numbers in zip(self._others, self._theirs, strict=True)
         ]
         return self._route(sent, consecutive(counts))
-
-    def _route(self, sent: Sequence[Place], received: Sequence[Place]) -> Route:
-        return Route.of(self._group, self._world, self._rank, sent, received)

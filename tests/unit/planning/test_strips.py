@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args, get_type_hints
 from unittest import mock
 
@@ -274,7 +275,8 @@ def _step_of_home(
 ) -> Callable[[], None]:
     """Newton-Schulz of the strips at ``home`` alone, as ``runtime.round`` calls it."""
     own = [strip for strip in strips if strip.home == home]
-    sharing = Sharers(strips, home, None, range(ranks), Meter())
+    route = partial(collectives.Route.of, None, range(ranks), home)
+    sharing = Sharers(strips, home, route, Meter())
     dtype = TORCH_DTYPE[Numerics(config).travels]
     held = [torch.randn(strip.rows, strip.cols).to(dtype) for strip in own]
     moves = torch.ones(len(own), dtype=torch.bool)
