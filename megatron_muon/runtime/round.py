@@ -8,12 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, cat
 
-from megatron_muon.runtime.exchange.messages import (
-    Gathering,
-    RoundExchange,
-    Scattering,
-    Staged,
-)
+from megatron_muon.runtime.exchange.messages import RoundExchange, Staged
 from megatron_muon.runtime.exchange.sums import SliceSums
 from megatron_muon.runtime.rule import Observer, Rule, Shard, Shards
 from megatron_muon.runtime.tracing import Phase
@@ -54,8 +49,6 @@ class Round:
         self.parameters = [index for index, _ in self._table.parameters]
         self.observer: Observer | None = None
         self._numbers: tuple[Sequence[Tensor], Tensor] | None = None
-        self._gathering: Gathering | None = None
-        self._scattering: Scattering | None = None
 
     def start(self, shards: Shards) -> None:
         """Advance the state of the shards, and send their slices to the homes."""
@@ -67,14 +60,12 @@ class Round:
             outgoing = self._exchange.outgoing()
             self.rule.before_gather(here, outgoing.slices, outgoing.moves, sums)
         with self._phase("muon/gather"):
-            self._gathering = self._exchange.start_gather(outgoing)
+            self._exchange.start_gather(outgoing)
 
     def finish_gather(self) -> Staged:
         """Wait for the matrices whose home this rank is."""
-        gathering, self._gathering = self._gathering, None
-        assert gathering is not None, "a round that was not started"
         with self._phase("muon/gather"):
-            return self._exchange.finish_gather(gathering)
+            return self._exchange.finish_gather()
 
     def work(self, staged: Staged) -> None:
         """Replace matrices by their results, in place; mark those that are not
@@ -104,14 +95,12 @@ class Round:
     def start_scatter(self, staged: Staged) -> None:
         """Send the results to the ranks that hold slices of their matrices."""
         with self._phase("muon/scatter"):
-            self._scattering = self._exchange.start_scatter(staged)
+            self._exchange.start_scatter(staged)
 
     def finish(self, shards: Shards) -> None:
         """Wait for the results of the shards, and update the shards."""
-        scattering, self._scattering = self._scattering, None
-        assert scattering is not None, "a round whose results were not sent"
         with self._phase("muon/scatter"):
-            results = self._exchange.finish_scatter(scattering)
+            results = self._exchange.finish_scatter()
         if self.observer is not None:
             self.observer.before_update(self._table, shards, results)
         here = self.here(shards)
@@ -123,11 +112,7 @@ class Round:
 
     def forget(self) -> None:
         """Wait for messages under way, and forget the step that they belong to."""
-        for under_way in (self._gathering, self._scattering):
-            if under_way is not None and under_way.pending is not None:
-                under_way.pending.wait()
-        self._gathering = None
-        self._scattering = None
+        self._exchange.forget()
         self._numbers = None
 
     def here(self, shards: Shards) -> list[Shard]:

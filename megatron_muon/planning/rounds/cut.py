@@ -8,7 +8,7 @@ same on every rank.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -78,8 +78,8 @@ def rounds_of(
     travels = {work.parameter for work, home in every if set(work.held) != {home}}
     if any(len(work.held) > 1 for work in works):
         travels = set(range(count))
-    homed: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
-    taken: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
+    homed = [Counter[int]() for _ in range(count)]
+    taken = [Counter[int]() for _ in range(count)]
     for work, home in every:
         index, nbytes = work.parameter, work.numel * itemsize
         homed[index][home] += nbytes
@@ -99,10 +99,9 @@ def rounds_of(
         return tuple(tuple(some[at] for at in round) for round in made)
 
     stays = cut([index for index in range(count) if index not in travels])
-    at_home: dict[int, int] = defaultdict(int)
+    at_home = Counter[int]()
     for index in travels:
-        for rank, nbytes in homed[index].items():
-            at_home[rank] += nbytes
+        at_home.update(homed[index])
     is_free = limit is None and not any(work.beside for work in works)
     is_free &= max(at_home.values(), default=0) >= LEAST_IN_TWO
     return stays + cut(sorted(travels), least=2 if is_free else 1)
@@ -128,7 +127,7 @@ def make_rounds(
     """
     limit = _limit_of(taken, limit)
     rounds: list[list[int]] = []
-    taken_by: list[dict[int, int]] = []
+    taken_by: list[Counter[int]] = []
     for index in _by_bytes_before(homed):
         number = _first_with_room(taken_by, taken[index], limit)
         _put(rounds, taken_by, number, index, taken[index])
@@ -153,24 +152,22 @@ def smaller_first(
         least: number of rounds; more where the limit asks for them.
     """
     limit = _limit_of(taken, limit)
-    of_home: dict[int, int] = defaultdict(int)
+    of_home = Counter[int]()
     for loads in homed:
-        for rank, count in loads.items():
-            of_home[rank] += count
-    before: dict[int, int] = defaultdict(int)
+        of_home.update(loads)
+    before = Counter[int]()
     shares = []
     for index in sorted(
         range(len(homed)), key=lambda at: (max(homed[at].values(), default=0), at)
     ):
-        own = homed[index].items()
         middles = [
-            Fraction(2 * before[rank] + count, 2 * of_home[rank]) for rank, count in own
+            Fraction(2 * before[rank] + count, 2 * of_home[rank])
+            for rank, count in homed[index].items()
         ]
         shares.append((max(middles, default=Fraction(0)), index))
-        for rank, count in own:
-            before[rank] += count
+        before.update(homed[index])
     rounds: list[list[int]] = [[] for _ in range(least)]
-    taken_by: list[dict[int, int]] = [{} for _ in range(least)]
+    taken_by = [Counter[int]() for _ in range(least)]
     for share, index in sorted(shares):
         first = min(int(share * least), least - 1)
         number = first + _first_with_room(taken_by[first:], taken[index], limit)
@@ -187,17 +184,16 @@ def _limit_of(taken: Sequence[BytesByRank], limit: int | None) -> int:
 
 def _put(
     rounds: list[list[int]],
-    taken_by: list[dict[int, int]],
+    taken_by: list[Counter[int]],
     number: int,
     index: int,
     more: BytesByRank,
 ) -> None:
     if number == len(rounds):
         rounds.append([])
-        taken_by.append({})
+        taken_by.append(Counter())
     rounds[number].append(index)
-    for rank, count in more.items():
-        taken_by[number][rank] = taken_by[number].get(rank, 0) + count
+    taken_by[number].update(more)
 
 
 def _first_with_room(
@@ -217,10 +213,9 @@ def _first_with_room(
 
 def _by_bytes_before(homed: Sequence[BytesByRank]) -> list[int]:
     """Indices, sorted by the bytes that their homes have before them; ties by index."""
-    before: dict[int, int] = defaultdict(int)
+    before = Counter[int]()
     order = []
     for index, added in enumerate(homed):
         order.append((max((before[rank] for rank in added), default=0), index))
-        for rank, count in added.items():
-            before[rank] += count
+        before.update(added)
     return [index for _, index in sorted(order)]

@@ -11,7 +11,7 @@ same on any ranks. Plain integers.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -212,9 +212,8 @@ class SharedMatrix:
         """
         ranks = sorted(set(self.homes))
         short = min(self.rows, self.cols)
-        rows: dict[int, int] = defaultdict(int)  # bytes of a square's first column
-        for number, home in enumerate(self.homes):
-            rows[home] += range_of(short, number, len(self.homes)).size * self.itemsize
+        rows = self._of_homes(short)
+        row_bytes = short * self.itemsize  # of a square
         strips = {rank: self.homes.count(rank) for rank in ranks}
         pairs = list(itertools.permutations(ranks, 2))
         if not pairs:
@@ -225,10 +224,10 @@ class SharedMatrix:
         one = {pair: _NUMBER * strips[pair[0]] for pair in pairs}
         yield SharedMessages("numbers", {pair: 3 * size for pair, size in one.items()})
         for gathers in self.gathers:
-            sizes = {(a, b): strips[a] * rows[b] * short for a, b in pairs}
+            sizes = {(a, b): strips[a] * rows[b] * row_bytes for a, b in pairs}
             yield SharedMessages("squares", sizes)
             for _ in range(1 + gathers):
-                sizes = {(a, b): rows[a] * short for a, b in pairs}
+                sizes = {(a, b): rows[a] * row_bytes for a, b in pairs}
                 yield SharedMessages("squares", sizes)
         yield SharedMessages("numbers", one)
         if there:
@@ -242,12 +241,16 @@ class SharedMatrix:
         """
         if not self.row_itemsize:
             return {}
-        rows: dict[int, int] = defaultdict(int)
-        cols: dict[int, int] = defaultdict(int)
-        for number, home in enumerate(self.homes):
-            rows[home] += range_of(self.rows, number, len(self.homes)).size
-            cols[home] += range_of(self.cols, number, len(self.homes)).size
+        rows = self._of_homes(self.rows)
+        cols = self._of_homes(self.cols)
         return {(a, b): rows[a] * cols[b] * self.row_itemsize for a, b in pairs}
+
+    def _of_homes(self, side: int) -> Mapping[int, int]:
+        """How much of a side of so many elements each home has."""
+        shares = Counter[int]()
+        for number, home in enumerate(self.homes):
+            shares[home] += range_of(side, number, len(self.homes)).size
+        return shares
 
 
 def can_share(rows: int, cols: int, count: int, numerics: Numerics) -> bool:

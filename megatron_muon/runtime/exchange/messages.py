@@ -48,17 +48,6 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class Gathering:
-    """A round that is being gathered: ``kept``, the flags of its slices, messages under
-    way.
-    """
-
-    kept: Tensor
-    moves: Tensor
-    pending: Pending | None
-
-
-@dataclass(slots=True)
 class Staged:
     """The matrices of a round whose home this rank is."""
 
@@ -75,14 +64,6 @@ class Staged:
         """Return the elements and drop the reference to them."""
         elements, self.elements = self.elements, self.elements.new_empty(0)
         return elements
-
-
-@dataclass(slots=True)
-class Scattering:
-    """A round whose results travel: those that are kept, and messages under way."""
-
-    kept: list[Tensor]
-    pending: Pending | None
 
 
 class Exchange:
@@ -153,6 +134,10 @@ class Exchange:
 class RoundExchange:
     """One round for one rank; everything that is the same in every step is made once.
 
+    In a step ``outgoing``, ``start_gather``, ``finish_gather``, ``start_scatter`` and
+    ``finish_scatter`` follow each other. What is under way is kept between a start and
+    its finish, and no longer.
+
     Args:
         table: this rank's part of the round.
         exchange: the one that this is a round of.
@@ -183,6 +168,10 @@ class RoundExchange:
             at for at, source in enumerate(table.staged_from) if source >= own
         ]
         self._like, self._meter = exchange.like, exchange.meter
+        self._pending: Pending | None = None  # messages under way
+        # slices that are home already, and their flags
+        self._kept: tuple[Tensor, Tensor] | None = None
+        self._results: list[Tensor] = []  # of the slices that are home already
 
     def outgoing(self) -> Outgoing:
         """New buffers, into which the round's slices must be written before
@@ -202,7 +191,7 @@ class RoundExchange:
             slices[number] = target
         return Outgoing(slices, self._like.new_empty(len(table.outgoing)), kept, sent)
 
-    def start_gather(self, outgoing: Outgoing) -> Gathering:
+    def start_gather(self, outgoing: Outgoing) -> None:
         """Start to bring every matrix of the round to its home.
 
         After its elements a message has a flag for each of its slices: 0 where the
@@ -216,16 +205,20 @@ class RoundExchange:
             outgoing.sent.index_copy_(
                 0, self._sent_flags, moves[len(table.kept_sizes) :]
             )
-        pending = collectives.start_messages("muon/gather", outgoing.sent, self._gather)
+        self._pending = collectives.start_messages(
+            "muon/gather", outgoing.sent, self._gather
+        )
         self._meter.gather_bytes += outgoing.sent.nbytes
-        return Gathering(outgoing.kept, moves[: len(table.kept_sizes)], pending)
+        self._kept = outgoing.kept, moves[: len(table.kept_sizes)]
 
-    def finish_gather(self, gathering: Gathering) -> Staged:
+    def finish_gather(self) -> Staged:
         """The matrices of the round whose home this rank is."""
         table = self.table
+        assert self._kept is not None, "a round that was not started"
         # frees the sent message before the next buffer is made
-        received = _received(gathering)
-        elements, moves = gathering.kept, gathering.moves
+        received = self._received()
+        elements, moves = self._kept
+        self._kept = None
         if received is not None and table.received.flags:
             moves = torch.cat([moves, received.index_select(0, self._received_flags)])
             elements = self._assembled(elements, received)
@@ -270,14 +263,13 @@ class RoundExchange:
         marked = elements.index_select(0, self._firsts).add_(of_slices)
         elements.index_copy_(0, self._firsts, marked)
 
-    def start_scatter(self, staged: Staged) -> Scattering:
+    def start_scatter(self, staged: Staged) -> None:
         """Start to send the results, and take them out of ``staged``."""
-        kept, sent = self._results(staged.taken())
-        pending = collectives.start_messages("muon/scatter", sent, self._scatter)
+        self._results, sent = self._parted(staged.taken())
+        self._pending = collectives.start_messages("muon/scatter", sent, self._scatter)
         self._meter.scatter_bytes += self._scatter.sent * sent.element_size()
-        return Scattering(kept, pending)
 
-    def _results(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _parted(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
         """Results of the slices that are held here, and the message with all
         others.
         """
@@ -299,24 +291,27 @@ class RoundExchange:
         _copy([*kept, *in_message], [*own, *outgoing])
         return kept, sent
 
-    def finish_scatter(self, scattering: Scattering) -> list[Tensor]:
+    def finish_scatter(self) -> list[Tensor]:
         """The results of each slice that is held here, ``(n,)``."""
-        results, scattering.kept = scattering.kept, []
-        received = _received(scattering)
+        results, self._results = self._results, []
+        received = self._received()
         if received is not None:
-            results = [
-                *results,
-                *split_with_sizes(received, self.table.returned.sizes),
-            ]
+            parts = split_with_sizes(received, self.table.returned.sizes)
+            results = [*results, *parts]
         return [results[number] for number in self.table.result_of]
 
+    def _received(self) -> Tensor | None:
+        """Wait for the received elements, and release the sent ones; None without
+        messages.
+        """
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.wait()
 
-def _received(under_way: Gathering | Scattering) -> Tensor | None:
-    """Wait for the received elements, and release the sent ones; None without
-    messages.
-    """
-    pending, under_way.pending = under_way.pending, None
-    return None if pending is None else pending.wait()
+    def forget(self) -> None:
+        """Wait for messages under way, and release all of a step's elements."""
+        self._received()
+        self._kept = None
+        self._results = []
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
