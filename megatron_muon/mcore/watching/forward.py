@@ -78,16 +78,15 @@ class KeptLogits:
     heads: int  # over all TP ranks
 
     def put_into(self, maxima: Tensor, tp: Group) -> None:
-        """Raise ``maxima``, ``(len(rows),)`` fp32, to the logits of this rank's heads;
-        no change if the attention has not run.
+        """Set ``maxima``, ``(len(rows),)`` fp32, to those of this rank's heads, -inf
+        where it has none; no change if the attention has not run.
         """
         kept = getattr(self.core, MAXIMA, None)
         if kept is None:
             return
-        kept = kept.detach().to(maxima).view(-1)
-        first = tp.rank() * kept.numel()
-        heads = torch.arange(first, first + kept.numel(), device=maxima.device)
-        maxima.scatter_reduce_(0, heads * len(self.rows) // self.heads, kept, "amax")
+        of_heads = maxima.new_full((self.heads,), -torch.inf)
+        of_heads.view(tp.size(), -1)[tp.rank()] = kept.detach().view(-1)
+        maxima.copy_(of_heads.view(len(self.rows), -1).amax(1))
 
 
 def kept_logits(model_chunks: Chunks, config: MuonConfig) -> Iterator[KeptLogits]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_muon.mcore.watching.rows import Table
 
 Numbers = Mapping[str, float]
-StepNumbers = dict[str, dict[str, dict[str, float]]]  # of each row, by its kind
+StepNumbers = dict[str, dict[str, float]]  # by their names and rows
 
 
 def step_numbers(
     table: Table, totals: Sequence[float], maxima: Sequence[float]
 ) -> StepNumbers:
-    """The numbers of one logging step; a kind without a row is left out.
+    """The numbers of one logging step.
 
     ``totals`` is the message, added up over all ranks. ``maxima`` are the largest
     logits of all ranks; -inf where an attention did not run.
@@ -24,34 +23,30 @@ def step_numbers(
     for kind, numbers_of in _NUMBERS.items():
         for row in table.names[kind]:
             numbers = numbers_of(table.sums(totals, kind, row), table, row)
-            if numbers:
-                found.setdefault(kind, {})[row] = numbers
+            for name, value in numbers.items():
+                found.setdefault(name, {})[row] = value
     for row, largest in zip(table.names["logits"], maxima, strict=True):
         if largest != -math.inf:
-            found.setdefault("logits", {})[row] = {"max_logit": largest}
+            found.setdefault("max_logit", {})[row] = largest
     return found
 
 
 def scalars(step: StepNumbers) -> dict[str, float]:
     """Each number as ``muon_NUMBER/ROW``; TensorBoard and W&B group them by number."""
     found: dict[str, float] = {}
-    for rows in step.values():
-        for row, numbers in rows.items():
-            found |= {f"muon_{name}/{row}": value for name, value in numbers.items()}
+    for name, rows in step.items():
+        found |= {f"muon_{name}/{row}": value for row, value in rows.items()}
     return found
 
 
 def ranges(step: StepNumbers) -> str:
     """The smallest and the largest row of each number, among those that are finite."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for rows in step.values():
-        for numbers in rows.values():
-            for name, value in numbers.items():
-                if math.isfinite(value):
-                    values[name].append(value)
-    return ", ".join(
-        f"{name} {min(found):.3g} to {max(found):.3g}" for name, found in values.items()
-    )
+    texts = []
+    for name, rows in step.items():
+        finite = [value for value in rows.values() if math.isfinite(value)]
+        if finite:
+            texts.append(f"{name} {min(finite):.3g} to {max(finite):.3g}")
+    return ", ".join(texts)
 
 
 def _of_muon(sums: Numbers, table: Table, row: str) -> dict[str, float]:

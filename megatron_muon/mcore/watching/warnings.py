@@ -73,9 +73,8 @@ class Warnings:
     def _sizes(self, step: StepNumbers) -> Iterator[str]:
         """Rows that are off in two successive logging steps."""
         before, self._off = self._off, set()
-        for row, numbers in step.get("muon", {}).items():
+        for row, update in step.get("update_rms", {}).items():
             promised = self._promised.get(row)
-            update = numbers.get("update_rms", math.nan)
             ratio = update / promised if promised else math.nan
             if math.isfinite(ratio) and not LOW <= ratio <= HIGH:
                 self._off.add(row)
@@ -83,10 +82,10 @@ class Warnings:
                     yield f"{row} {ratio:.2f}"
 
     def _growing_outputs(self, number: int, step: StepNumbers) -> Iterator[str]:
-        for row, numbers in step.get("layers", {}).items():
+        for row, output in step.get("output_rms", {}).items():
             values = self._outputs.setdefault(row, [])
-            if math.isfinite(numbers["output_rms"]):
-                values.append(numbers["output_rms"])
+            if math.isfinite(output):
+                values.append(output)
             if len(values) > MOST:
                 del values[::2]
             quarter = len(values) // 4
@@ -98,22 +97,18 @@ class Warnings:
                 yield f"{row} {now / before:.1f} times"
 
     def _logits(self, step: StepNumbers) -> Iterator[str]:
-        for row, numbers in step.get("logits", {}).items():
-            if numbers["max_logit"] > self._threshold:
-                yield f"{row} {numbers['max_logit']:.4g}"
+        for row, logit in step.get("max_logit", {}).items():
+            if logit > self._threshold:
+                yield f"{row} {logit:.4g}"
 
 
 def _not_finite(step: StepNumbers) -> Iterator[str]:
-    for rows in step.values():
-        for row, numbers in rows.items():
-            yield from (
-                f"{name} of {row}"
-                for name, value in numbers.items()
-                if not math.isfinite(value)
-            )
+    for name, rows in step.items():
+        bad = (row for row, value in rows.items() if not math.isfinite(value))
+        yield from (f"{name} of {row}" for row in bad)
 
 
 def _without_gradient(step: StepNumbers) -> Iterator[str]:
-    for row, numbers in step.get("muon", {}).items():
-        if numbers["moved"] < 1.0:
-            yield f"{row} {1 - numbers['moved']:.0%}"
+    for row, moved in step.get("moved", {}).items():
+        if moved < 1.0:
+            yield f"{row} {1 - moved:.0%}"

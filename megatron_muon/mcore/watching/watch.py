@@ -100,19 +100,16 @@ class Watch:
         self._steps += 1
         self._sums = None
         try:
-            if number % self._interval == 0:
-                message = self._observed()
-                try:
-                    yield
-                finally:
-                    for part in self._dist_opts:
-                        part.muon.observe(None)
+            message = self._observed() if number % self._interval == 0 else None
+            yield
+            if message is not None:
                 self._log(message, number)
-            else:
-                yield
         except BaseException:
             self._outputs.expect(True)  # the number of the next step is not known
             raise
+        finally:
+            for part in self._dist_opts:
+                part.muon.observe(None)
         self._outputs.expect((number + 1) % self._interval == 0)
 
     def numbers(self) -> dict[str, float]:
@@ -169,13 +166,13 @@ class Watch:
         """The largest logit of each row over all ranks; -inf where an attention did not
         run.
         """
-        places = {row: at for at, row in enumerate(self._table.names["logits"])}
-        maxima = torch.full((len(places),), -torch.inf, device=self._stage.device)
+        names = self._table.names["logits"]
+        maxima = torch.full((len(names),), -torch.inf, device=self._stage.device)
         for attention in self._logits:
-            first = places[attention.rows[0]]
+            first = names.index(attention.rows[0])
             rows = maxima[first : first + len(attention.rows)]
             attention.put_into(rows, self._stage.tp)
-        if places:
+        if names:
             collectives.max_over("muon/watch", maxima, self._group)
         return maxima
 

@@ -25,9 +25,9 @@ def warned(
     texts = []
     for number in range(1, 21):
         numbers = {
-            "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
-            "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
-            "logits": {f"{LAYER}.self_attention": {"max_logit": 40.0}},
+            **muon(cosine=0.3),
+            "output_rms": {LAYER: 1.0 + 0.02 * number},
+            "max_logit": {f"{LAYER}.self_attention": 40.0},
             **change(number),
         }
         texts += run.of(100 * number, numbers)
@@ -35,7 +35,8 @@ def warned(
 
 
 def muon(**numbers: float) -> dict[str, Any]:
-    return {"muon": {ROW: {"update_rms": 0.17, "moved": 1.0, **numbers}}}
+    of_row = {"update_rms": 0.17, "moved": 1.0, **numbers}
+    return {name: {ROW: value} for name, value in of_row.items()}
 
 
 SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
@@ -56,11 +57,11 @@ SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
         f"without a gradient .*{ROW} 25%",
     ),
     "growth": (
-        lambda: warned(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}),
+        lambda: warned(lambda step: {"output_rms": {LAYER: 1.3**step}}),
         rf"outputs of layers grow: {LAYER} \d",
     ),
     "logit": (
-        lambda: warned(lambda step: {"logits": {LAYER: {"max_logit": 130.0}}}),
+        lambda: warned(lambda step: {"max_logit": {LAYER: 130.0}}),
         f"logits above 100: {LAYER} 130",
     ),
 }
