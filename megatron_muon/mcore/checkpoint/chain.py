@@ -11,13 +11,14 @@ import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import AT_DP_ZERO, OTHER_CUT
+from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.runtime.collectives import (
     Group,
@@ -28,9 +29,6 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.engine import HALF_STEPPED
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import named
-
-if TYPE_CHECKING:
-    from megatron_muon.mcore.checkpoint.interop.foreign import Source
 
 T = TypeVar("T")
 
@@ -64,7 +62,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     voters: Group | None  # the ranks that call the methods together; None for the world
     # name patterns assign weights to Muon or AdamW, so layers may differ
     decided_by_name: bool
-    source: Source | None = None  # while a checkpoint of Megatron's own Muon is read
+    # while a checkpoint of Megatron's own Muon is read
+    source: foreign.Source | None = None
     is_new = True  # it has taken no step
     lacks_state = False  # it has loaded groups, and no momentum with them
     half_stepped = False  # a step has changed state, and ended in an error
@@ -94,11 +93,11 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """Load a state dict into each optimizer; ``formats`` checks what it holds."""
         state_dict = self._together(self._converted, state_dict)
         self._together(super().load_state_dict, state_dict)
-        several = state_dict.values() if isinstance(state_dict, dict) else state_dict
-        states = [state_dict] if "optimizer" in state_dict else several
         # A rank whose shards are padding alone may load a sharding type without any
         # state.
-        has_state = any(state.keys() & _OF_STATE for state in states)
+        has_state = any(
+            state.keys() & _OF_STATE for state in foreign.states_of(state_dict)
+        )
         needs_state = self.is_new or self.half_stepped
         lacking = all_gather_numbers(
             [needs_state and not has_state], self.voters, self._device
@@ -133,10 +132,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def _converted(self, state_dict: Any) -> Any:
         if self.source is not None:
-            from megatron_muon.mcore.checkpoint.interop.foreign import converted
-
             config = self.chained_optimizers[0].muon.config
-            state_dict = converted(state_dict, self.source, config, WHOLE_WEIGHTS)
+            state_dict = foreign.converted(
+                state_dict, self.source, config, WHOLE_WEIGHTS
+            )
         return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(
@@ -145,19 +144,23 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         """Megatron's sharded state dict: to be saved, or to be filled with
         ``is_loading``.
         """
-        if _format(kwargs) is None and _HAS_NO_RANGES:
+        source = self.source if is_loading else None
+        if source is not None or (_format(kwargs) is None and _HAS_NO_RANGES):
             kwargs = _in_whole_weights(kwargs)
-        for part in () if is_loading else parts_of(self):
-            part.gather_home_state()
+        if not is_loading:
+            self._together(self._make_ready)
+            for part in parts_of(self):
+                part.gather_home_state()
         make = partial(
-            self._sharded_state_dict, model_sharded_state_dict, is_loading, **kwargs
+            super().sharded_state_dict, model_sharded_state_dict, is_loading, **kwargs
         )
         if is_loading or _format(kwargs) not in _GATHERED:
             state = self._together(make)
         else:
-            self._together(self._make_ready)
             with self._without_stubs():
                 state = make()
+        if source is not None:
+            self._together(_rename, foreign.states_of(state), source)
         if self.decided_by_name:  # a setting, so all ranks take the same branch
             of_parts = (part.tensors for part in parts_of(self))
             _refuse_mixed(set().union(*of_parts), self.voters)
@@ -167,24 +170,6 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self.require_whole()
         for part in self.chained_optimizers:
             part.make_ready()
-
-    def _sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool, **kwargs: Any
-    ) -> Any:
-        if not is_loading:
-            self.require_whole()
-        source = self.source if is_loading else None
-        if source is not None:
-            kwargs = _in_whole_weights(kwargs)
-        state = super().sharded_state_dict(
-            model_sharded_state_dict, is_loading, **kwargs
-        )
-        if source is not None:
-            from megatron_muon.mcore.checkpoint.interop.foreign import renamed
-
-            for part in [state] if "param_state" in state else state.values():
-                part["param_state"] = renamed(part["param_state"], source)
-        return state
 
     def save_parameter_state(self, filename: str) -> None:
         """Save parameters' state in the format ``torch``, in Megatron's layout."""
@@ -298,15 +283,17 @@ def _for_parts(state_dict: Any, count: int) -> Any:
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first optimizer's state with the groups of all: each group twice, as dense
-    weights' and as experts'.
+    """The first optimizer's state with the groups of all, which fit dense weights and
+    experts'.
     """
-    groups = []
-    for optimizer in optimizers:
-        for group in optimizer["param_groups"]:
-            groups.append({**group, "is_expert_parallel": False})
-            groups.append({**group, "is_expert_parallel": True})
+    groups = foreign.of_both_kinds(foreign.groups_of(optimizers))
     return {**optimizers[0], "param_groups": groups}
+
+
+def _rename(states: list[dict[str, Any]], source: foreign.Source) -> None:
+    """Have sharded state dicts read a checkpoint of Megatron's own Muon."""
+    for state in states:
+        state["param_state"] = foreign.renamed(state["param_state"], source)
 
 
 def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:

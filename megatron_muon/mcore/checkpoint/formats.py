@@ -54,6 +54,7 @@ from megatron_muon.mcore.checkpoint.param_groups import (
     record,
 )
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
+from megatron_muon.runtime.patches import replaced
 
 
 class MuonCheckpoint(ShardedState):
@@ -128,7 +129,7 @@ class MuonCheckpoint(ShardedState):
         asked.
         """
         self._fill_state()
-        with self._exposing("adam"):
+        with replaced(self, gathers=True):
             gathered: StateDict | None = super().get_parameter_state_dp_zero(
                 *args, **kwargs
             )
@@ -173,7 +174,7 @@ class MuonCheckpoint(ShardedState):
             reads = dist.get_rank(self.stage_group) == 0
             homes = self._home_states
             saved = {key: state.pop(key, None) for key in homes} if state else {}
-            with self._exposing("adam"):
+            with replaced(self, gathers=True):
                 super().load_parameter_state_from_dp_zero(state)
             for key, home in homes.items():
                 home.load_from_one(saved.get(key) if reads else None, self.stage_group)

@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from torch.nn import Parameter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
     AT_DP_ZERO,
     MOMENTUM,
     RECORD,
-    gathered_spans,
+    BufferPlace,
 )
 from megatron_muon.mcore.checkpoint.state import MuonState
+from megatron_muon.runtime.patches import replaced
 
 StateDict = dict[Any, Any]
 
@@ -78,12 +78,11 @@ class ShardedState(MuonState):
         change.
         """
         self._refuse_empty_shards()
-        with self._exposing("main"):
-            state: StateDict = super().sharded_param_state_dp_reshardable(
-                *args, **kwargs
-            )
+        state: StateDict = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         if self.from_adamw is not None:
             return state
+        group = f"dp_group_idx_{self.data_parallel_group_idx}"
+        prefix = f"optimizer.distributed.{group}.{RECORD}"
         for index, dtypes, _ in self._buffers():
             ranges = self.gbuf_ranges[index][dtypes]
             for entries, bucket in zip(state[index][dtypes], ranges, strict=True):
@@ -92,8 +91,13 @@ class ShardedState(MuonState):
                 ]
                 places = bucket["param_map"].items()
                 for entry, (param, place) in zip(entries, places, strict=True):
-                    start = place["param"].start
-                    entry.update(self._sharded(param, start, entry["param"]))
+                    for key in entry.keys() - {"padding"}:
+                        entry[key] = replace(
+                            entry[key],
+                            key=f"{prefix}.{key}.{self._name_of[param]}",
+                            global_shape=(param.nelement(),),
+                            global_offset=(place["param"].start,),
+                        )
         return state
 
     def _refuse_empty_shards(self) -> None:
@@ -108,24 +112,6 @@ class ShardedState(MuonState):
                         "(in Megatron-LM --ddp-bucket-size) or another format "
                         "(--dist-ckpt-optim-fully-reshardable)"
                     )
-
-    def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
-        """A parameter's tensors from element ``start`` on, replicated as Megatron's
-        ``like``.
-        """
-        group = f"dp_group_idx_{self.data_parallel_group_idx}"
-        prefix = f"optimizer.distributed.{group}.{RECORD}"
-        return {
-            key: replace(
-                like,
-                key=f"{prefix}.{key}.{self._name_of[param]}",
-                data=tensor,
-                dtype=tensor.dtype,
-                global_shape=(param.nelement(),),
-                global_offset=(start,),
-            )
-            for key, tensor in self._all_on_disk(param).items()
-        }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
         """Load a rank's slices; other buckets than at the save do not matter to Muon's
@@ -145,29 +131,32 @@ class ShardedState(MuonState):
         written.
         """
         self.tensors = frozenset()
-        if self.from_adamw is None:
-            self._to_be_cut = {}
-        try:
-            state: StateDict | None = super().sharded_param_state_fully_reshardable(
-                *args, **kwargs
-            )
-            if state is None or self.from_adamw is not None:
-                return state
-            tensors: set[tuple[str, bool]] = set()
-            for number, (param, whole, start, stop) in enumerate(self._cuts()):
-                is_muon = param in self._muons
-                tensors.add((state[number]["param"].key, is_muon))
-                cut = {
-                    key: replace(
-                        sharded, data=whole[key][start:stop].reshape(param.shape)
-                    )
-                    for key, sharded in state[number].items()
-                }
-                state[number] = self._as_muons(cut) if is_muon else cut
-            self.tensors = frozenset(tensors)
+        make = super().sharded_param_state_fully_reshardable
+        if self.from_adamw is not None:
+            state: StateDict | None = make(*args, **kwargs)
             return state
-        finally:
-            self._to_be_cut = None
+        with replaced(self, _to_be_cut={}):
+            state = make(*args, **kwargs)
+            return None if state is None else self._cut_anew(state)
+
+    def _cut_anew(self, state: StateDict) -> StateDict:
+        """The same ShardedTensors, of what was gathered, by the names on disk."""
+        cut: StateDict = {}
+        for number, (whole, place) in enumerate(self._cuts()):
+            cut[number] = {}
+            names = zip(("param", *place.keys), ("param", *ADAMW_STATE), strict=False)
+            for name, source in names:
+                like = state[number][source]
+                piece = whole[source][place.start : place.stop]
+                cut[number][name] = replace(
+                    like,
+                    key=like.key.replace(f".{source}.", f".{name}.", 1),
+                    data=piece.reshape(like.data.shape),
+                )
+        self.tensors = frozenset(
+            (tensors["param"].key, MOMENTUM in tensors) for tensors in cut.values()
+        )
+        return cut
 
     def _kept_for_cutting(self, gathered: StateDict | None) -> StateDict | None:
         """Keep the gathered state; returns expanded zeros, long enough for Megatron to
@@ -175,7 +164,8 @@ class ShardedState(MuonState):
         """
         if gathered is None:
             return None
-        self._to_be_cut = gathered
+        assert self._to_be_cut is not None
+        self._to_be_cut.update(gathered)
         zeros = dict(gathered)
         for index, dtypes, buffer in self._buffers():
             numel = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
@@ -185,23 +175,14 @@ class ShardedState(MuonState):
             zeros[index] = {dtypes: like}
         return zeros
 
-    def _cuts(self) -> Iterator[tuple[Parameter, StateDict, int, int]]:
-        """Each parameter and its place in the gathered tensors, in the order of the
-        result.
+    def _cuts(self) -> Iterator[tuple[StateDict, BufferPlace]]:
+        """The gathered tensors that have a parameter, and its place in them, in the
+        order of Megatron's result.
         """
         assert self._to_be_cut
-        for index, dtypes, buffer in self._buffers():
-            for param, start, stop in gathered_spans(buffer):
-                yield param, self._to_be_cut[index][dtypes], start, stop
-
-    def _as_muons(self, cut: StateDict) -> StateDict:
-        """The same ShardedTensors, with the state of Muon's parameters in place of
-        Adam's moments.
-        """
-        made = {name: each for name, each in cut.items() if name not in ADAMW_STATE}
-        first = ADAMW_STATE[0]
-        key = cut[first].key.replace(f".{first}.", f".{MOMENTUM}.", 1)
-        return {**made, MOMENTUM: replace(cut[first], key=key)}
+        for index, dtypes, _ in self._buffers():
+            for place in self._places(index):
+                yield self._to_be_cut[index][dtypes], place
 
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 

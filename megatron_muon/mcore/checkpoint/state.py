@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,15 +29,11 @@ from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules.muon import DistributedMuon
-from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.states import MAIN_KEY, States, of_halves
 
 if TYPE_CHECKING:
     from megatron_muon.runtime.home_state import HomeState
 
-# The tensors that Megatron gets for a parameter: all, by their names on disk; all by
-# Adam's names, which Megatron gathers over a whole buffer; or only the main parameter.
-Exposed = Literal["disk", "adam", "main"]
 FromAdamW = Literal["momentum", "fresh"]
 
 
@@ -61,14 +56,19 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     main_is_weight: bool = False
     # AdamW reads a checkpoint of this package's Muon, and does not need the momentum
     drops_momentum: bool = False
-    _exposed: Exposed = "disk"
+    gathers = False  # Megatron gathers whole buffers, for which it knows Adam's names
 
     def _get_main_param_and_optimizer_states(
         self, model_param: Parameter
     ) -> dict[str, Tensor]:
-        if self._exposed == "main" and self.from_adamw is None:
-            return {MAIN_KEY: self._wide(self._shard_of[model_param], MAIN_KEY)}
-        tensors = self._all_on_disk(model_param)
+        """In fp32, as on disk: the optimizer's own tensors, or copies, which are on the
+        host.
+        """
+        keys = {MAIN_KEY: MAIN_KEY, **self._keys_on_disk(model_param)}
+        shard = self._shard_of[model_param]
+        tensors = {name: self.states.get(shard, key) for name, key in keys.items()}
+        if self.states.are_copies:
+            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         if not self._has_adams_names or MOMENTUM not in tensors:
             return tensors
         first, second = ADAMW_STATE
@@ -120,10 +120,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     @property
     def _has_adams_names(self) -> bool:
-        return self._exposed == "adam" or self.from_adamw is not None
-
-    def _exposing(self, exposed: Exposed) -> AbstractContextManager[None]:
-        return replaced(self, _exposed=exposed)
+        return self.gathers or self.from_adamw is not None
 
     @property
     def _home_states(self) -> dict[str, HomeState]:
@@ -148,18 +145,6 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         if self.drops_momentum:
             return {}
         return {MOMENTUM: ADAMW_STATE[0]}
-
-    def _wide(self, shard: Tensor, key: str) -> Tensor:
-        """In fp32, as on disk: the optimizer's own tensor, or a copy, which is on the
-        host.
-        """
-        wide = self.states.get(shard, key)
-        return wide.to("cpu", copy=True) if self.states.are_copies else wide
-
-    def _all_on_disk(self, param: Parameter) -> dict[str, Tensor]:
-        keys = {MAIN_KEY: MAIN_KEY, **self._keys_on_disk(param)}
-        shard = self._shard_of[param]
-        return {on_disk: self._wide(shard, key) for on_disk, key in keys.items()}
 
     def _fill_state(self) -> None:
         """Give zeros to parameters without state: before its first step AdamW has

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.mcore.checkpoint.buffers import (
@@ -174,11 +174,9 @@ def as_ours(states: StateDicts, config: MuonConfig) -> StateDict:
     groups = []
     for group in groups_of(states):
         kept = {key: value for key, value in group.items() if key not in _NOT_OURS}
-        values = {**adamw, **kept, "step": max(steps, default=0)}
-        groups.append({**values, "is_expert_parallel": False})
-        groups.append({**values, "is_expert_parallel": True})
+        groups.append({**adamw, **kept, "step": max(steps, default=0)})
     ours: StateDict = {
-        "optimizer": {"param_groups": groups},
+        "optimizer": {"param_groups": of_both_kinds(groups)},
         RECORD: {
             "format": FORMAT,
             "choices": CHOICES,
@@ -236,6 +234,15 @@ def _with_sums(ours: StateDict, part: Mapping[Any, Any], source: Source) -> Stat
         if MOMENTUM in tensors:
             tensors[MOMENTUM].mul_(1 / (1 - source.mu))
     return {**ours, "param_state": dict(part["param_state"])}
+
+
+def of_both_kinds(groups: Iterable[Mapping[str, Any]]) -> list[StateDict]:
+    """Each parameter group twice, as dense weights' and as experts'."""
+    every: list[StateDict] = []
+    for group in groups:
+        every.append({**group, "is_expert_parallel": False})
+        every.append({**group, "is_expert_parallel": True})
+    return every
 
 
 def groups_of(states: StateDicts) -> Iterator[Mapping[str, Any]]:
