@@ -25,11 +25,9 @@ class PeriodicMuon(DistributedMuon):
     divides, and of each TP slice in the others.
 
     Adam's number of steps, which is in every checkpoint, says the number after a load.
-
-    Muon of the other steps, with the same shards, is its second variant, added before
-    the first step.
     """
 
+    block: DistributedMuon  # set before the first step
     _steps: int | None = None  # unknown before the first step, after a load
 
     def start(
@@ -53,13 +51,14 @@ class PeriodicMuon(DistributedMuon):
     def forget_step(self) -> None:
         """See ``Engine``; the number of steps is read anew, too."""
         super().forget_step()
-        self.variants[1].forget_step()
+        self.block.forget_step()
         self._steps = None
 
     def _muon_of_step(self, states: States) -> DistributedMuon:
         if self._steps is None:
             self._steps = self._agreed_steps(states)
-        return self.variants[self._steps % self.config.full_period > 0]
+        is_full = self._steps % self.config.full_period == 0
+        return self if is_full else self.block
 
     def _agreed_steps(self, states: States) -> int:
         """The steps taken; ranks without parameters may know none."""

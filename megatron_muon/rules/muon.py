@@ -587,8 +587,10 @@ class DistributedMuon(Engine):
         elementwise: returns the elementwise operations of one round.
 
     Attributes:
-        variants: the Muons of all kinds of steps, this one first.
+        block: Muon of block steps, with the same shards; None where all are full.
     """
+
+    block: DistributedMuon | None = None
 
     def __init__(
         self,
@@ -606,4 +608,8 @@ class DistributedMuon(Engine):
         parts = numerics, plan, meter, own, exchange.device, elementwise or Foreach
         rule = row_of(self.config.rule).imported()(*parts)
         super().__init__(rule, plan, own, exchange, main_params, meter, phase)
-        self.variants = [self]
+
+    @property
+    def variants(self) -> list[DistributedMuon]:
+        """The Muons of all kinds of steps, this one first."""
+        return [self] if self.block is None else [self, self.block]

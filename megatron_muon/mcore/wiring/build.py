@@ -298,8 +298,7 @@ def _add_block_steps(
     for part, plan in zip(trained, plans, strict=True):
         full = part.muon
         shards = full.main_params
-        block = _muon_of(part, plan, numerics, shards, full.meter, stage)
-        full.variants.append(block)
+        full.block = _muon_of(part, plan, numerics, shards, full.meter, stage)
 
 
 def _put_inside(dist_opt: Any) -> None:
