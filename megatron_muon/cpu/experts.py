@@ -140,5 +140,4 @@ def grouped_gemm(patches: Patches) -> None:
         return
     module = importlib.import_module(name)
     ops = SimpleNamespace(gmm=gmm)
-    patches.set(module, "grouped_gemm", SimpleNamespace(ops=ops))
-    patches.set(module, "ops", ops)
+    patches.set_all(module, grouped_gemm=SimpleNamespace(ops=ops), ops=ops)

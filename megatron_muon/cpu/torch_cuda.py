@@ -39,8 +39,9 @@ def current_device(patches: Patches) -> None:
 
     Layers, buffers and p2p allocate on it (tensor_parallel/layers.py:261).
     """
-    patches.set(torch.cuda, "current_device", lambda: CPU)
-    patches.set(torch.cuda, "set_device", lambda device: None)
+    patches.set_all(
+        torch.cuda, current_device=lambda: CPU, set_device=lambda device: None
+    )
 
 
 def _on_cpu(factory: Function) -> Function:
@@ -75,14 +76,17 @@ def _to(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return original(tensor, *args, **kwargs)
 
 
+def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
 def moves(patches: Patches) -> None:
     """``.cuda()``, ``.to('cuda')`` and ``.pin_memory()`` leave a tensor where it is.
 
     Batches and loaded scaler state are moved to the GPU; ``Module.cuda`` goes through
     these.
     """
-    patches.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
-    patches.set(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
+    patches.set_all(torch.Tensor, cuda=_itself, pin_memory=_itself)
     patches.wrap("torch", "Tensor.to", _to)
 
 
@@ -134,9 +138,12 @@ def rng(patches: Patches) -> None:
         "set_rng_state": lambda new_state, device="cuda": one.set_state(new_state),
         "manual_seed": lambda seed: one.manual_seed(int(seed)),
     }
-    for name, stand_in in stand_ins.items():
-        patches.set(torch.cuda, name, stand_in)
-        patches.set(torch.cuda.random, name, stand_in)
+    for module in (torch.cuda, torch.cuda.random):
+        patches.set_all(module, **stand_ins)
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """What marks or orders nothing."""
 
 
 class _InOrder:
@@ -146,9 +153,6 @@ class _InOrder:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = time.perf_counter()
-
-    def _nothing(self, *args: object) -> None:
-        pass
 
     def query(self) -> bool:
         """Always done."""
@@ -191,17 +195,16 @@ def streams(patches: Patches) -> None:
     (distributed_data_parallel.py:230).
     """
     stream = Stream()
-    stand_ins = {
-        "Stream": Stream,
-        "Event": Event,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-        "synchronize": lambda device=None: None,
-        "is_current_stream_capturing": lambda: False,
-    }
-    for name, stand_in in stand_ins.items():
-        patches.set(torch.cuda, name, stand_in)
+    patches.set_all(
+        torch.cuda,
+        Stream=Stream,
+        Event=Event,
+        stream=lambda stream: contextlib.nullcontext(),
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+        synchronize=lambda device=None: None,
+        is_current_stream_capturing=lambda: False,
+    )
     patches.set(torch.Tensor, "record_stream", lambda self, stream: None)
 
 
@@ -209,8 +212,9 @@ def nvtx(patches: Patches) -> None:
     """Profiler ranges (utils.py:2186) mark nothing: a CPU build of torch has no
     NVTX.
     """
-    for name in ("range_push", "range_pop", "mark"):
-        patches.set(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
+    patches.set_all(
+        torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing
+    )
 
 
 def compiler(patches: Patches) -> None:

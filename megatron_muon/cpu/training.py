@@ -38,17 +38,22 @@ def device(patches: Patches) -> None:
     """
     numbers = {"major": 8, "minor": 0, "total_memory": 0, "multi_processor_count": 1}
     properties = SimpleNamespace(name="cpu", **numbers)
-    patches.set(torch.cuda, "device_count", lambda: 1)
-    patches.set(torch.cuda, "get_device_properties", lambda device=None: properties)
-    patches.set(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    patches.set_all(
+        torch.cuda,
+        device_count=lambda: 1,
+        get_device_properties=lambda device=None: properties,
+        get_device_capability=lambda device=None: (8, 0),
+    )
 
 
 def memory(patches: Patches) -> None:
     """Statistics of GPU memory, which the log reports (training/utils.py:284): zero."""
-    for name in _MEMORY:
-        patches.set(torch.cuda, name, lambda device=None: 0)
-    patches.set(torch.cuda, "memory_stats", lambda device=None: defaultdict(int))
-    patches.set(torch.cuda, "empty_cache", lambda: None)
+    patches.set_all(
+        torch.cuda,
+        memory_stats=lambda device=None: defaultdict(int),
+        empty_cache=lambda: None,
+        **dict.fromkeys(_MEMORY, lambda device=None: 0),
+    )
 
 
 def fused_kernels(patches: Patches) -> None:

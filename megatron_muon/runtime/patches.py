@@ -54,6 +54,11 @@ class Patches:
             )
         self.add(owner, name, value)
 
+    def set_all(self, owner: Any, **attributes: Any) -> None:
+        """``set`` each of these attributes."""
+        for name, value in attributes.items():
+            self.set(owner, name, value)
+
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Like ``set``, but the attribute may be missing."""
         # absent where it does not exist, or is inherited

@@ -293,7 +293,7 @@ class _Reader:
                 module, symbol = map(_text, node.args[:2])
                 if module is not None and symbol is not None and _is_foreign(module):
                     self._use(f"{module}.{symbol}", node)
-            elif function == "replaced" and node.args:
+            elif function.split(".")[-1] in ("replaced", "set_all") and node.args:
                 of = self._resolved(node.args[0], bound)
                 for keyword in node.keywords:
                     if of is not None and keyword.arg is not None:
