@@ -91,8 +91,8 @@ RUNS = {
 REFUSED = {
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
     "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
-    "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
-    "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
+    "--use-custom-fsdp": r"use.(custom|megatron).fsdp",
+    "--use-megatron-fsdp": r"use.megatron.fsdp|Megatron.FSDP (?:requires|only)",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
     # without a GPU it is refused for that reason
     "--fp8-format e4m3 --fp8-param-gather": r"fp8.param",
