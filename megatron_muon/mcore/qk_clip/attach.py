@@ -35,7 +35,7 @@ def prepare(
         _refuse_modes(optimizer_config, model_chunks)
     group_of("tp_dp_cp", pg_collection)
     tp_size = group_of("tp", pg_collection).size()
-    return watched_attentions(model_chunks, config, tp_size)
+    return list(watched_attentions(model_chunks, config, tp_size))
 
 
 def attach(

@@ -34,15 +34,6 @@ class Clip(NamedTuple):
     alpha: float
 
 
-class ClippedWeight(NamedTuple):
-    """A weight or a bias that a clip scales: the local TP slice, and the whole weight's
-    rows.
-    """
-
-    param: Parameter
-    rows: GroupedRows
-
-
 @dataclass(frozen=True, slots=True)
 class WatchedAttention:
     """An attention whose largest logits are reduced in each step."""
@@ -50,12 +41,14 @@ class WatchedAttention:
     core: Any  # the module that has the largest logits of this TP rank's heads
     heads: int  # number of heads over all TP ranks
     clip: Clip | None  # None where logits are only watched
-    weights: tuple[ClippedWeight, ...]
+    # the weights and biases that a clip scales, TP slices, with the rows of the whole
+    # weight
+    weights: dict[Parameter, GroupedRows]
 
 
 def watched_attentions(
     model_chunks: Chunks, config: MuonConfig, tp_size: int
-) -> list[WatchedAttention]:
+) -> Iterator[WatchedAttention]:
     """The attentions of this rank that are to be watched; an error names one that
     cannot be.
     """
@@ -63,7 +56,6 @@ def watched_attentions(
     by_param = {weight.param: weight for weight in every}
     # T5's relative positions
     biases = [w.name for w in by_param.values() if w.leaf == "relative_attention_bias"]
-    watched: list[WatchedAttention] = []
     for name, attention in self_attentions(model_chunks):
         model = attention.config
         if not is_watched(model, config):
@@ -71,14 +63,12 @@ def watched_attentions(
         clip = clip_of(model, config)
         core = getattr(attention, "core_attention", None)
         _require_maxima(name, core, config)
-        clipped: list[ClippedWeight] = []
+        clipped: dict[Parameter, GroupedRows] = {}
         if clip is not None:
             _require_clippable(name, attention, config)
-            clipped += _clipped(name, attention, by_param)
+            clipped |= _clipped(name, attention, by_param)
             _refuse_unscaled([*biases, *_unscaled(name, attention)], config)
-        heads = model.num_attention_heads
-        watched.append(WatchedAttention(core, heads, clip, tuple(clipped)))
-    return watched
+        yield WatchedAttention(core, model.num_attention_heads, clip, clipped)
 
 
 def is_watched(model_config: Any, config: MuonConfig) -> bool:
@@ -167,7 +157,7 @@ def _clipped(
     name: str,
     attention: Any,
     by_param: dict[Parameter, Weight],
-) -> Iterator[ClippedWeight]:
+) -> Iterator[tuple[Parameter, GroupedRows]]:
     for linear, latent in _linears(attention):
         param = _weight_of(name, linear, getattr(attention, linear, None))
         weight = by_param[param]
@@ -179,10 +169,10 @@ def _clipped(
                 f"{weight.tp_size} TP ranks belong to which head is not known, so its "
                 "logits cannot be clipped: run without the clip"
             )
-        yield ClippedWeight(param, whole)
+        yield param, whole
         bias = getattr(getattr(attention, linear), "bias", None)
         if isinstance(bias, Parameter):
-            yield ClippedWeight(bias, whole)
+            yield bias, whole
 
 
 def _unscaled(name: str, attention: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class QkClip:
             yield attention, slice(start, stop)
 
     def _scale(self, attention: WatchedAttention, clip: Clip, largest: Tensor) -> None:
-        for param, whole in attention.weights:
+        for param, whole in attention.weights.items():
             eta = eta_of(largest, whole.groups, clip.threshold)
             factors = row_factors(eta, whole, clip.alpha)
             local = factors.view(self.tp.size(), -1)[self.tp.rank()]
@@ -129,7 +130,7 @@ def shards_of(
 
     An fp32 weight is its own main parameter, so it has none.
     """
-    clipped = {weight.param for attention in attentions for weight in attention.weights}
+    clipped = set(chain.from_iterable(attention.weights for attention in attentions))
     found: dict[Parameter, Main] = {}
     for part in dist_opts:
         if part.is_stub_optimizer:

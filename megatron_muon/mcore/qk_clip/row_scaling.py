@@ -21,11 +21,8 @@ def scale_rows(flat: Tensor, start: int, cols: int, factors: Tensor) -> None:
     rows = (count - head) // cols
     body = head + rows * cols
     first = -(-start // cols)  # the first row that begins here
-    # a factor of one element keeps its dimension: a scalar would be cast to the dtype
-    # of ``flat``
-    if head:
-        flat[:head].mul_(factors[start // cols : start // cols + 1])
-    if rows:
-        flat[head:body].view(rows, cols).mul_(factors[first : first + rows, None])
-    if body < count:
-        flat[body:].mul_(factors[first + rows : first + rows + 1])
+    # any of the three may be empty; a factor of one element keeps its dimension: a
+    # scalar would be cast to the dtype of ``flat``
+    flat[:head].mul_(factors[start // cols : start // cols + 1])
+    flat[head:body].view(rows, cols).mul_(factors[first : first + rows, None])
+    flat[body:].mul_(factors[first + rows : first + rows + 1])

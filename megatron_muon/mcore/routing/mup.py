@@ -56,13 +56,12 @@ def _require_scales(config: MuonConfig) -> None:
         own = own_rule(one.rule)
         has_own_scale = own is not None and own.scale is not None
         is_free = has_own_scale or "scale_mode" in row_of(one.rule).refuses
-        if is_free or one.scale_mode not in MATCHED:
-            continue
-        raise ValueError(
-            f"use_mup with {named('scale_mode')} {one.scale_mode}: the change of a "
-            "layer's output then grows with the width, so no rate carries over to "
-            "another one: give unit_rms_norm"
-        )
+        if one.scale_mode in MATCHED and not is_free:
+            raise ValueError(
+                f"use_mup with {named('scale_mode')} {one.scale_mode}: the change of a "
+                "layer's output then grows with the width, so no rate carries over to "
+                "another one: give unit_rms_norm"
+            )
 
 
 def _is_hidden(param: torch.nn.Parameter, name: str) -> bool:

@@ -255,8 +255,7 @@ def _state_space(weight: Weight, rows: int) -> FusedRows | None:
 
 def _of_delta_net(net: Any) -> dict[str, int]:
     if hasattr(net, "in_proj_split_sections"):  # of a TP rank; since core 0.19
-        names, sections = net.in_proj_split_names, net.in_proj_split_sections
-        of_rank = zip(names, sections, strict=True)
+        of_rank = zip(net.in_proj_split_names, net.in_proj_split_sections, strict=True)
         return {name: count * net.tp_size for name, count in of_rank}
     sizes = {"query": net.qk_dim, "key": net.qk_dim, "value": net.v_dim, "z": net.v_dim}
     return {**sizes, "beta": net.num_value_heads, "alpha": net.num_value_heads}
