@@ -141,9 +141,6 @@ OPTIMIZER: tuple[Row, ...] = (
     Place(CKPT.module, "ShardedTensor").called(
         "from_rank_offsets(key, data, replica_id)", "a whole tensor on disk"
     ),
-    Place("megatron.core.dist_checkpointing.dict_utils").called(
-        "nested_items_iter(x)", "each value of a state dict, with what it is in"
-    ),
     Place("megatron.core.dist_checkpointing.mapping").read(
         "ShardedTensor(key, data, dtype, global_shape, global_offset)",
         "a rank's part of a tensor on disk, copied",

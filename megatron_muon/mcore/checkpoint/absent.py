@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
 
 from megatron_muon.mcore.checkpoint.buffers import (
     HOME_STATE,
@@ -56,11 +55,7 @@ def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
     Where it has some, on whichever rank, all stay, and Megatron names one that is
     missing.
     """
-    wanted = []
-    for parent, name, value in nested_items_iter(sharded_state_dict):
-        key = value.key if isinstance(value, ShardedTensor) else ""
-        if moment := _SECOND_MOMENT.search(key):
-            wanted.append((parent, name, moment[1]))
+    wanted = list(_second_moments(sharded_state_dict))
     if not wanted:
         return
     there = dist_checkpointing.load_tensors_metadata(str(checkpoint_dir))
@@ -68,6 +63,21 @@ def drop_absent(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
     for parent, name, rule in wanted:
         if rule not in rules:
             del parent[name]
+
+
+def _second_moments(node: Any) -> Iterator[tuple[dict[Any, Any], Any, str]]:
+    """Each dict that has a second moment, its key there, and the rule.
+
+    Megatron's own walk (``nested_items_iter``) is not in core 0.20.
+    """
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    for name, child in children:
+        if isinstance(child, ShardedTensor):
+            key = _SECOND_MOMENT.search(child.key)
+            if key:
+                yield node, name, key[1]
+        elif isinstance(child, (dict, list)):
+            yield from _second_moments(child)
 
 
 @contextmanager
