@@ -108,9 +108,9 @@ def test_a_damaged_one_is_refused(saves: Path) -> None:
     case, topology = CASES["dense"]
     format = formats()[0]
     folder = saves / "dense" / format
-    (file,) = folder.glob("__1_0.distcp")
+    file = max(folder.glob("__*.distcp"))  # core 0.12 has rank 0 write this format
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     for result in run(loaded, 2, case, topology, format, str(folder)):
-        assert "__1_0.distcp is damaged" in (result["error"] or "")
+        assert f"{file.name} is damaged" in (result["error"] or "")
