@@ -37,7 +37,7 @@ CASES = {
     "tp and dp": (CASE, TP2_DP2),
     "experts": (replace(CASE, moe=True), DP2_EP2),
     "one has none": (ONE_HAS_NONE, DP2),
-    "instances": (CASE, Topology(dp=4, instances=2, overlap=True)),
+    "instances": (CASE, Topology.of("dp4 overlap instances2")),
     "fp16": (replace(CASE, bf16=False, fp16=True), TP2),
 }
 

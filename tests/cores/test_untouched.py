@@ -34,7 +34,7 @@ def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any
         return train(case, topology)
 
 
-@pytest.mark.parametrize("topology", [ONE, Topology(2, 2, 2, overlap=True)], ids=str)
+@pytest.mark.parametrize("topology", [ONE, Topology.of("tp2 pp2 dp2 overlap")], ids=str)
 def test_adam_is_bitwise_as_without_the_plugin(topology: Topology) -> None:
     without = whole(run(train, topology.world_size, ADAM, topology))
     with_plugin = whole(

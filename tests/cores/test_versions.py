@@ -108,7 +108,7 @@ needs_layouts = pytest.mark.skipif(
             id="tp2-pp2-dp2",
         ),
         pytest.param(
-            replace(MOE, layers=4), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"
+            replace(MOE, layers=4), Topology.of("dp4 overlap ep2"), id="dp4-ep2"
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_checkpoint_with_another_order_in_its_buckets_loads(
     format: str, dp: int, tmp_path: Path
 ) -> None:
     """As earlier versions wrote them. And two further steps."""
-    topology = Topology(dp=3, overlap=True, bucket_size=20_000)
+    topology = Topology.of("dp3 overlap bucket_size20000")
     there = replace(topology, dp=dp)
     case = replace(BF16, layers=4)
     wrote = run(_saved_in_another_order, 3, case, topology, format, str(tmp_path))

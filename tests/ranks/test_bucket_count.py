@@ -169,12 +169,12 @@ EIGHT = Case(layers=8)
 @pytest.mark.parametrize(
     "case, topology",
     [
-        (EIGHT, T(tp=2, pp=2, overlap=True)),
-        (EIGHT, T(pp=2, chunks=2, overlap=True)),
-        (EIGHT, T(pp=2, first_layers=6, overlap=True)),
-        (replace(EIGHT, moe=True), T(dp=2, ep=2, overlap=True)),
+        (EIGHT, T.of("tp2 pp2 overlap")),
+        (EIGHT, T.of("pp2 overlap chunks2")),
+        (EIGHT, T.of("pp2 overlap first_layers6")),
+        (replace(EIGHT, moe=True), T.of("dp2 overlap ep2")),
         (replace(EIGHT, mtp=True), DP2_OVERLAP),
-        (replace(EIGHT, mixer="mamba"), T(tp=2, overlap=True)),
+        (replace(EIGHT, mixer="mamba"), T.of("tp2 overlap")),
     ],
 )
 def test_the_first_chunk_of_the_first_stage_is_cut_by_the_chosen_number(
@@ -201,7 +201,7 @@ def _error_of_another(topology: Topology) -> str:
         return error_of(lambda: start(EIGHT, topology))
 
 
-@pytest.mark.parametrize("topology", [DP2_OVERLAP, T(tp=2, overlap=True)])
+@pytest.mark.parametrize("topology", [DP2_OVERLAP, T.of("tp2 overlap")])
 def test_ranks_of_the_stage_that_choose_another_number_are_named(
     topology: Topology,
 ) -> None:

@@ -104,7 +104,7 @@ def _shares(case: Case) -> tuple[int, int, int, int]:
         (Case(moe=True), TP2_EP2_ETP1),
         (
             Case(moe=True, grouped="te"),
-            Topology(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
+            Topology.of("tp2 dp2 sp ep2 etp2"),
         ),
         (Case(mla="duplicated"), TP2),
     ],

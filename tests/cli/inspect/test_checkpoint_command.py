@@ -30,7 +30,7 @@ from support.ranks import run
 
 SHAPES = {
     "tp": (CASE, Topology(tp=2)),
-    "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2)),
+    "experts": (replace(CASE, moe=True), Topology.of("dp2 ep2")),
 }
 
 

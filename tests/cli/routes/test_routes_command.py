@@ -103,7 +103,7 @@ CASES = [
         TP2_DP2_OVERLAP,
     ),
     (MOE, TP2_DP2_EP2_ETP1),
-    (Case(layers=4), Topology(1, 2, 1, chunks=2)),
+    (Case(layers=4), Topology.of("pp2 chunks2")),
     (Case(), DP4_INSTANCES2),
     (Case(mla="column", tied=True), TP2_PP2),
     (Case(), TP2_CP2),

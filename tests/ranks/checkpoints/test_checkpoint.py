@@ -61,7 +61,7 @@ def test_boundary_parameters_in_buckets(
 
 @pytest.mark.parametrize("format", MOSTLY)
 def test_tp_pp_dp(format: str, tmp_path: Path) -> None:
-    check(BF16, Topology(2, 2, 2, overlap=True), format, tmp_path)
+    check(BF16, Topology.of("tp2 pp2 dp2 overlap"), format, tmp_path)
 
 
 FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
@@ -180,7 +180,7 @@ OTHER_SHAPES = {
     "tied-gated": (replace(BF16, tied=True, gated=True), PP2_DP2),
     "mla-mtp": (replace(BF16, mla="duplicated", mtp=True), TP2_DP2),
     "legacy-experts": (replace(MOE, grouped="legacy", gated=True), TP2_DP2_EP2),
-    "cp": (BF16, Topology(cp=2, dp=2)),
+    "cp": (BF16, Topology.of("dp2 cp2")),
     # before core 0.14 its ranks have stubs
     "frozen-stage": (FROZEN_STAGE, PP2_DP2),
 }

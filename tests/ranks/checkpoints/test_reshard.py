@@ -146,10 +146,10 @@ def test_fp16_and_its_loss_scale(saves: Saves) -> None:
     )
 
 
-@pytest.mark.parametrize("at_load", [ONE, Topology(tp=2, pp=2, first_layers=3)])
+@pytest.mark.parametrize("at_load", [ONE, Topology.of("tp2 pp2 first_layers3")])
 def test_stages_of_other_sizes(at_load: Topology, saves: Saves) -> None:
     """Stages of 1 and 3 layers: into one, and into stages of 3 and 1."""
-    check(saves, DENSE, RESHARDABLE, Topology(pp=2, first_layers=1), at_load)
+    check(saves, DENSE, RESHARDABLE, Topology.of("pp2 first_layers1"), at_load)
 
 
 def test_a_warm_up_of_the_momentum_goes_on(saves: Saves) -> None:
@@ -222,14 +222,14 @@ CHANGES = {
     "more tp": (DENSE, ONE, TP2),
     "pp": (DENSE, PP2, ONE),
     "tp to pp": (DENSE, TP2, PP2),
-    "chunks": (DENSE, PP2, Topology(pp=2, chunks=2)),
+    "chunks": (DENSE, PP2, Topology.of("pp2 chunks2")),
     "ep": (MOE, DP2_EP2, ONE),
     "more ep": (MOE, DP2_EP2, DP4_EP4),
     # as many elements in every buffer: AdamW takes a half of each of two experts for a
     # whole one
     "ep to expert tp": (
         MOE,
-        Topology(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
+        Topology.of("tp2 dp2 sp ep4 etp1"),
         TP2_DP2_EP2,
     ),
 }
@@ -263,7 +263,7 @@ def test_a_rank_without_a_piece_of_a_bucket_is_refused(tmp_path: Path) -> None:
     """Megatron: 'empty bucket encountered'. An embedding that stages share has a bucket
     of its own, and leaves a small one.
     """
-    topology = Topology(pp=2, dp=3, chunks=2, overlap=True)
+    topology = Topology.of("pp2 dp3 overlap chunks2")
     args = (CASES["tied"], topology, "dp_reshardable", tmp_path)
     for text in run(error_of_save, topology.world_size, *args, timeout=_limit(6)):
         assert "--ddp-bucket-size" in text, text

@@ -120,7 +120,7 @@ def _step_with_a_failing_rank(
         ("muon/scatter", "raise", TP2_DP2),
         ("muon/scatter", "stop", TP2_DP2),
         # a group of our own
-        ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),
+        ("muon/gather", "stop", Topology.of("tp2 dp2 instances2")),
         ("muon/turn", "raise", DP4),
         ("muon/share", "stop", TP2_DP2),
     ],

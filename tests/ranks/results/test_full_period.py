@@ -36,7 +36,7 @@ from support.runs.whole import differences, whole
 CASE = Case(gated=True).with_muon(full_period=3, block_lr_mult=0.5)
 EXPERTS = replace(CASE, moe=True, steps=3)
 SHARED = CASE.with_muon(split_matrices=2)
-TP2_DP4 = Topology(2, 1, 4)
+TP2_DP4 = Topology.of("tp2 dp4")
 
 
 def test_one_process_that_alternates_whole_and_block_steps_has_the_same_bits() -> None:

@@ -70,7 +70,7 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
         (_shared(BASE, 4), DP2),  # two strips on each rank
         # strips of 52 and 53 rows, two ranks with two
         (_shared(BASE, 5), DP3),
-        (_shared(GATED, 4), Topology(1, 1, 6)),  # two ranks without a strip
+        (_shared(GATED, 4), Topology.of("dp6")),  # two ranks without a strip
         (_shared(BASE, 2, ns_iteration="gram"), DP2),
         (_shared(BASE, 3, ns_dtype="fp32"), DP3),
         (_shared(BASE, 2, round_bytes=1 << 16), DP4),  # in several rounds
@@ -116,7 +116,7 @@ def test_rows_of_squares_are_those_of_one_process(
     [
         (2, TP2_DP2, [(96, 132)] * 2),  # column parts of TP ranks
         (4, TP2_DP2, [(24, 264)] * 4),  # as rows
-        (5, Topology(1, 1, 5), [(19, 264)] * 4 + [(20, 264)]),
+        (5, Topology.of("dp5"), [(19, 264)] * 4 + [(20, 264)]),
     ],
 )
 def test_a_wide_matrix_comes_in_column_parts_or_in_rows(

@@ -50,10 +50,10 @@ RUNS = [
     (CASE, TP2_DP2_OVERLAP),
     (CASE, TP2_PP2_DP2),
     (CASE, TP2_CP2),
-    (CASE, Topology(dp=6, instances=2)),
-    (Case(layers=4, steps=2), Topology(pp=2, chunks=2)),
+    (CASE, Topology.of("dp6 instances2")),
+    (Case(layers=4, steps=2), Topology.of("pp2 chunks2")),
     (MOE, TP2_EP2_ETP1),
-    (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
+    (MOE, Topology.of("tp2 dp2 sp ep2 etp1 instances2")),
     (Case(steps=2, moe=True, grouped="legacy"), DP4_EP2),
     (GIVEN_AWAY, DP4_EP4),
     (GIVEN_AWAY.with_muon(round_bytes=1 << 14), DP4_EP4),
@@ -196,7 +196,7 @@ def _first_step(case: Case, topology: Topology) -> tuple[list[str], bool]:
     [
         (CASE, DP3),
         (CASE, TP2_PP2_DP2),
-        (CASE, Topology(dp=6, instances=2)),
+        (CASE, Topology.of("dp6 instances2")),
         (MOE, TP2_DP2_EP2),
     ],
 )

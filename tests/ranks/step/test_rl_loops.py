@@ -30,11 +30,11 @@ from support.runs.whole import differences, whole
 
 DENSE = Case().with_muon(round_bytes=1)  # a round for each parameter
 EXPERTS = replace(DENSE, moe=True)
-IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)
+IN_BUCKETS = Topology.of("dp3 overlap bucket_size30000")
 ADAMW = replace(DENSE, optimizer="adam")
 RUNS = [
     (DENSE, IN_BUCKETS),
-    (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
+    (EXPERTS, Topology.of("dp4 overlap ep2")),
     (DENSE, TP2_DP2),
 ]
 

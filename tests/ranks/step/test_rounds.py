@@ -146,7 +146,7 @@ def test_small_matrices_come_first_where_homes_have_much() -> None:
 
 
 @pytest.mark.parametrize("case", [SMALL, ALONE])
-@pytest.mark.parametrize("topology", [DP3, TP2_DP2, Topology(2, 2, 2, overlap=True)])
+@pytest.mark.parametrize("topology", [DP3, TP2_DP2, Topology.of("tp2 pp2 dp2 overlap")])
 def test_rounds_change_no_bit(case: Case, topology: Topology) -> None:
     assert differences(truth(CASE), check(case, topology)) == []
 
@@ -225,8 +225,8 @@ def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
     [
         (60_000, TP2_DP2),
         (90_000, TP2_DP2),
-        (60_000, Topology(tp=2, dp=3, overlap=True)),
-        (90_000, Topology(dp=4, overlap=True, bucket_size=20_000)),
+        (60_000, Topology.of("tp2 dp3 overlap")),
+        (90_000, Topology.of("dp4 overlap bucket_size20000")),
     ],
 )
 def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
@@ -309,7 +309,7 @@ def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waite
     on three ranks each, whose shards cut some.
     """
     early = []
-    for events in on_ranks(_traced, replace(CASE, moe=True), Topology(dp=6, ep=2)):
+    for events in on_ranks(_traced, replace(CASE, moe=True), Topology.of("dp6 ep2")):
         names = [name for name, *_ in events]
         momentum = [at for at, name in enumerate(names) if name == "muon/momentum"]
         early.append(momentum[1] < names.index("muon/update"))
@@ -317,7 +317,7 @@ def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waite
 
 
 def _neighbours() -> int:
-    built = start(Case().with_muon(node_ranks=2), Topology(dp=6, instances=2))
+    built = start(Case().with_muon(node_ranks=2), Topology.of("dp6 instances2"))
     return int(built.parts[0].muon.plan.grid.neighbours)
 
 

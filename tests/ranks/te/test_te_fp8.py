@@ -103,7 +103,7 @@ def test_by_other_recipes_a_topology_has_the_state_of_one_process(case: Case) ->
         )
 
 
-@pytest.mark.parametrize("topology", [DP3, Topology(pp=2, dp=2, overlap=True)])
+@pytest.mark.parametrize("topology", [DP3, Topology.of("pp2 dp2 overlap")])
 def test_weights_that_travel_through_the_memory_of_gradients(
     topology: Topology,
 ) -> None:

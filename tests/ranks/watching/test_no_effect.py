@@ -33,7 +33,7 @@ RUNS = [
     (FP16, DP2),
     (
         replace(BF16, layers=4),
-        Topology(pp=2, chunks=2, overlap=True, step_overlap=True),
+        Topology.of("pp2 overlap chunks2 step_overlap"),
     ),
     (replace(BF16, frozen=("embedding.*", "*.layers.0.*")), PP2),
 ]

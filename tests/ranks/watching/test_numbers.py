@@ -43,7 +43,7 @@ SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
 SPLIT = replace(FP32, gated=True, heads=12, groups=6, ffn=264).with_muon(splits=SPLITS)
 SHAPED = replace(FP32, gated=True).with_muon(scale_mode="shape_scaling")
 RUNS = [
-    (FP32, Topology(pp=2, dp=2, overlap=True)),
+    (FP32, Topology.of("pp2 dp2 overlap")),
     (SPLIT, TP2_CP2),
     (SHAPED, DP3),
     (Case(steps=2), DP4_INSTANCES2),

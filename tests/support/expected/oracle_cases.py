@@ -149,7 +149,7 @@ WHERE = {
     "hyperball-experts": EXPERTS,
     "normuon-experts": EXPERTS,
     "namo-experts": EXPERTS,
-    "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
+    "moe-bf16": Topology.of("tp2 pp2 dp2 sp ep2"),
     "te-experts": EXPERTS,
     "legacy-experts": TP2_DP2_EP2,
     "mla": TP2_DP2,

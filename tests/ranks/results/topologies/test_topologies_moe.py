@@ -37,7 +37,7 @@ TE = replace(MOE, grouped="te")
 EP2_EDP2 = replace(
     TP2_EP2_ETP1, dp=2
 )  # two expert-DP ranks, and expert TP differs from TP
-EP2_EDP3 = Topology(dp=6, ep=2)  # thirds of the experts' buffers end within matrices
+EP2_EDP3 = Topology.of("dp6 ep2")  # thirds of the experts' buffers end within matrices
 FP16 = replace(MOE, bf16=False, fp16=True, steps=5)
 EXPERTS_OVERFLOW = replace(FP16, overflow=((1, "*.local_experts.3.linear_fc1.weight"),))
 ROUTERS_OVERFLOW = replace(FP16, overflow=((1, "*.router.weight"),))
@@ -113,7 +113,7 @@ def test_experts_that_leave_their_rank_for_a_dense_matrix(
         (TP2_DP2_EP2, {(0,), (1,), (2,), (3,)}),
         (EP2_EDP2, {(0, 2), (1, 3)}),
         (EP2_EDP3, {(0, 2, 4), (1, 3, 5)}),
-        (Topology(dp=4, ep=2, instances=2), {(0,), (1,), (2,), (3,)}),
+        (Topology.of("dp4 ep2 instances2"), {(0,), (1,), (2,), (3,)}),
     ],
 )
 def test_experts_really_have_their_own_optimizer_and_owners(
