@@ -239,27 +239,24 @@ def test_a_rank_that_lost_its_gpu_is_refused(
 @pytest.mark.parametrize(
     "variables, said",
     [
-        (
-            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
-            "WORLD_SIZE=16, LOCAL_WORLD_SIZE=8",
-        ),
-        ({"WORLD_SIZE": "16", "SLURM_NNODES": "2"}, "2 nodes (SLURM_NNODES)"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SLURM_NNODES": "2"}, ""),
-        ({"WORLD_SIZE": "1", "SLURM_NNODES": "2"}, ""),
-        ({"SLURM_NNODES": "2"}, ""),
-        ({}, ""),
+        ("WORLD_SIZE=16 LOCAL_WORLD_SIZE=8", "WORLD_SIZE=16, LOCAL_WORLD_SIZE=8"),
+        ("WORLD_SIZE=16 SLURM_NNODES=2", "2 nodes (SLURM_NNODES)"),
+        ("WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 SLURM_NNODES=2", ""),
+        ("WORLD_SIZE=1 SLURM_NNODES=2", ""),
+        ("SLURM_NNODES=2", ""),
+        ("", ""),
     ],
 )
 @pytest.mark.parametrize("lacks", ["cuda", "driver"])
 def test_several_nodes_are_refused_and_one_without_cuda_or_a_driver_takes_the_cpu(
-    variables: dict[str, str], said: str, lacks: str, lost: pytest.MonkeyPatch
+    variables: str, said: str, lacks: str, lost: pytest.MonkeyPatch
 ) -> None:
     if lacks == "cuda":
         lost.setattr(torch.version, "cuda", None)
     else:
         lost.setattr(launch, "_has_driver", lambda: False)
-    for name, value in variables.items():
-        lost.setenv(name, value)
+    for variable in variables.split():
+        lost.setenv(*variable.split("="))
     if said:
         with pytest.raises(LostGpuError, match=re.escape(said)):
             turned_on(lost)

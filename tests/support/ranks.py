@@ -315,37 +315,37 @@ class _nothing_as_main:
         sys.modules["__main__"] = self.main
 
 
-_pool: _Pool | None = None
-_server: Any = None
+@functools.cache
+def _pool() -> _Pool:
+    pool = _Pool()
+    atexit.register(pool.close)
+    return pool
 
 
+@functools.cache
 def _context() -> Any:
     """The fork server's context; the server has torch and Megatron imported, on one
     thread.
     """
-    global _server
-    if _server is None:
-        before = dict(os.environ)
-        os.environ["OMP_NUM_THREADS"] = (
-            "1"  # an OpenMP thread pool would not survive the fork
-        )
-        # else gloo resolves the host name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
-            "1"  # what Megatron asks of every launcher
-        )
-        # 3.11 sends none
-        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        try:
-            _server = multiprocessing.get_context("forkserver")
-            # a command's ranks may have started one, with less
-            forkserver._forkserver._stop()
-            _server.set_forkserver_preload(PRELOAD)
-            forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-    return _server
+    before = dict(os.environ)
+    # an OpenMP thread pool would not survive the fork
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # else gloo resolves the host name
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # what Megatron asks of every launcher
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # 3.11 sends none
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    try:
+        server = multiprocessing.get_context("forkserver")
+        # a command's ranks may have started one, with less
+        forkserver._forkserver._stop()
+        server.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return server
 
 
 def _collect(
@@ -456,16 +456,13 @@ def run(
     did not finish in ``timeout`` seconds; other ranks may report for ``grace`` seconds,
     and are killed.
     """
-    global _pool
     if fn.__module__ == "__main__":
         raise ValueError(
             f"{fn.__name__} is in __main__, which workers do not import: use a module"
         )
-    if _pool is None:
-        _pool = _Pool()
-        atexit.register(_pool.close)
-    workers = _pool.take(world_size)
-    rendezvous = os.path.join(_pool.folder, f"rendezvous{next(_pool.numbers)}")
+    pool = _pool()
+    workers = pool.take(world_size)
+    rendezvous = os.path.join(pool.folder, f"rendezvous{next(pool.numbers)}")
     payload = pickle.dumps((fn, args))
     usable: list[_Worker] | None = None
     try:
@@ -481,7 +478,7 @@ def run(
         return [pickle.loads(reports[rank].value) for rank in range(world_size)]
     finally:
         if usable is not None:
-            _pool.idle += usable
+            pool.idle += usable
         else:
             for worker in workers:
                 worker.kill()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,19 @@ Saves = Callable[..., tuple[str, Runs]]
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
     """Each save once: its folder, and what its ranks hold then and two steps later."""
-    made: dict[Any, tuple[str, Runs]] = {}
 
+    @cache
     def of(
         case: Case, topology: Topology, format: str, *options: bool
     ) -> tuple[str, Runs]:
-        key = (case, topology, format, options)
-        if key not in made:
-            folder = str(tmp_path_factory.mktemp("saved"))
-            ranks = topology.world_size
-            made[key] = (
-                folder,
-                run(saved, ranks, *key[:3], folder, *options, timeout=_limit(ranks)),
-            )
-            for when, steps in enumerate((case.steps // 2, case.steps)):
-                expected = truth(replace(case, steps=steps))
-                assert differences(expected, _whole(made[key][1], when)) == []
-        return made[key]
+        folder = str(tmp_path_factory.mktemp("saved"))
+        ranks = topology.world_size
+        args = case, topology, format, folder, *options
+        runs = run(saved, ranks, *args, timeout=_limit(ranks))
+        for when, steps in enumerate((case.steps // 2, case.steps)):
+            expected = truth(replace(case, steps=steps))
+            assert differences(expected, _whole(runs, when)) == []
+        return folder, runs
 
     return of
 

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from megatron_muon import MuonConfig
 from support.checkpoints import saving
 from support.installed import installed
 from support.models.gpt import Built, Case, Topology, held, start, stepped
+from support.ranks import error_of
 
 
 def plugin(built: Built, **settings: Any) -> AbstractContextManager[None]:
@@ -76,11 +75,8 @@ def errors_of_loads(
 
 
 def _error_of_load(built: Built, folder: str | Path, format: str) -> str | None:
-    try:
-        load(built, folder, format)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        return f"{type(error).__name__}: {error}"
-    return None
+    error = error_of(lambda: load(built, folder, format))
+    return None if error == "no error" else error
 
 
 # --- what is done to files ------------------------------------------------------------

@@ -8,15 +8,13 @@ package; the arithmetic is the package's own, so that results are equal bit for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import megatron_muon
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from support.runs.cases import (
     HEAD_SIZE,
@@ -92,33 +90,16 @@ def _of_attention(case: Case, heads: bool) -> Blocks:
     ]
 
 
-@torch.no_grad()
 def trained_apart(
     case: Case, name: str, shape: tuple[int, ...], kind: str
 ) -> dict[str, Tensor]:
     """A weight and its momentum after the case's steps, if each block is a parameter of
     its own.
     """
-    config = case.settings
-    weight = whole_weight(case, name, shape)
-    momentum = torch.zeros(shape)
-    for place in _places(case, name, shape, kind):
-        own = weight[place].contiguous()
-        moved = momentum[place].contiguous()
-        for step, grad in enumerate(_grads(case, name, shape)):
-            _step(
-                own,
-                moved,
-                grad[place],
-                lr_at(case, step, name),
-                case.weight_decay,
-                config,
-            )
-        weight[place], momentum[place] = own, moved
-    return {"main": weight, "exp_avg": momentum}
+    places = list(_places(case, name, shape, kind))
+    return _trained(case, name, shape, lambda step: (places, 1.0))
 
 
-@torch.no_grad()
 def trained_in_turns(
     case: Case, name: str, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
@@ -126,26 +107,36 @@ def trained_in_turns(
     ranks has.
     """
     config = case.settings
-    weight = whole_weight(case, name, shape)
-    momentum = torch.zeros(shape)
     wholes = blocks_of(case, name, shape[0], "qkv" if "qkv" in name else "whole")
     halves = [
         half for rows in wholes for half in of_two_tp_ranks(case, name, rows, shape)
     ]
-    for step, grad in enumerate(_grads(case, name, shape)):
-        factor = config.block_lr_mult if step % config.full_period else 1.0
-        taken = replace(config, matched_adamw_rms=config.matched_adamw_rms * factor)
-        for place in halves if step % config.full_period else wholes:
+
+    def in_step(step: int) -> tuple[list[Any], float]:
+        if step % config.full_period:
+            return halves, config.block_lr_mult
+        return wholes, 1.0
+
+    return _trained(case, name, shape, in_step)
+
+
+@torch.no_grad()
+def _trained(
+    case: Case,
+    name: str,
+    shape: tuple[int, ...],
+    in_step: Callable[[int], tuple[list[Any], float]],
+) -> dict[str, Tensor]:
+    """A weight and its momentum, where each step has places and a factor of its rate."""
+    weight = whole_weight(case, name, shape)
+    momentum = torch.zeros(shape)
+    for step in range(case.steps):
+        grad = whole_grad(case, name, shape, step)
+        places, factor = in_step(step)
+        for place in places:
             own = weight[place].contiguous()
             moved = momentum[place].contiguous()
-            _step(
-                own,
-                moved,
-                grad[place],
-                lr_at(case, step, name),
-                case.weight_decay,
-                taken,
-            )
+            _step(case, own, moved, grad[place], lr_at(case, step, name), factor)
             weight[place], momentum[place] = own, moved
     return {"main": weight, "exp_avg": momentum}
 
@@ -185,21 +176,18 @@ def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterato
         )
 
 
-def _grads(case: Case, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    for step in range(case.steps):
-        yield whole_grad(case, name, shape, step)
-
-
 def _step(
+    case: Case,
     weight: Tensor,
     momentum: Tensor,
     grad: Tensor,
     lr: float,
-    decay: float,
-    config: megatron_muon.MuonConfig,
+    factor: float,
 ) -> None:
+    config = case.settings
     momentum.mul_(config.momentum).add_(grad)
     pushed = momentum.mul(config.momentum).add_(grad).bfloat16()  # as it travels
     direction = orthogonalize(pushed, config)
-    scale = config.matched_adamw_rms * math.sqrt(max(weight.shape))
-    weight.mul_(1.0 - lr * decay).sub_(direction.float().mul_(lr * scale))
+    scale = factor * config.matched_adamw_rms * math.sqrt(max(weight.shape))
+    weight.mul_(1.0 - lr * case.weight_decay)
+    weight.sub_(direction.float().mul_(lr * scale))

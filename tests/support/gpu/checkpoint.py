@@ -80,11 +80,9 @@ def load_and_switch(argument: dict[str, Any]) -> dict[str, str]:
     _load(again, first)
     loaded = _checksums(again)
     _steps(again, _BEFORE, _AFTER)
+    is_refused = "is not complete" in refused or "not a" in refused
     faults = (
-        _ok(
-            "is not complete" in refused or "not a" in refused,
-            refused or "it was loaded",
-        ),
+        "ok" if is_refused else refused or "it was loaded",
         _same(saved, loaded),
         _same(_checksums(whole), _checksums(again)),
         _from_muon(argument, first),
@@ -99,9 +97,7 @@ def _from_muon(argument: dict[str, Any], folder: Path) -> str:
     _load(adamw, folder, megatron_muon.reading_muon(adamw.optimizer, folder))
     saved = _built(argument, "muon-contiguous")
     _steps(saved, 0, _BEFORE)
-    if (fault := _same(_checksums(saved, "main"), _checksums(adamw, "main"))) != "ok":
-        return fault
-    return _error_of(lambda: _steps(adamw, _BEFORE, 1)) or "ok"
+    return _goes_on(saved, adamw)
 
 
 def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
@@ -112,9 +108,15 @@ def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
     muon = _built(argument, "muon-contiguous")
     megatron_muon.install()
     _load(muon, folder, megatron_muon.reading_adamw(muon.optimizer, "momentum"))
-    if (fault := _same(_checksums(adamw, "main"), _checksums(muon, "main"))) != "ok":
+    return _goes_on(adamw, muon)
+
+
+def _goes_on(saved: Built, loaded: Built) -> str:
+    """The run that was loaded has the other's main parameters and takes a step."""
+    fault = _same(_checksums(saved, "main"), _checksums(loaded, "main"))
+    if fault != "ok":
         return fault
-    return _error_of(lambda: _steps(muon, _BEFORE, 1)) or "ok"
+    return _error_of(lambda: _steps(loaded, _BEFORE, 1)) or "ok"
 
 
 # --- a rank's model -------------------------------------------------------------------
@@ -252,7 +254,3 @@ def _same(one: dict[str, int], other: dict[str, int]) -> str:
         return f"other names: {sorted(one.keys() ^ other.keys())[:3]}"
     bad = [name for name in one if one[name] != other[name]]
     return f"{len(bad)} of {len(one)} differ, the first is {bad[0]}" if bad else "ok"
-
-
-def _ok(holds: bool, fault: str) -> str:
-    return "ok" if holds else fault

@@ -303,10 +303,8 @@ def product(hardware: Hardware, device: torch.device) -> Figure:
     )
     seconds = _seconds(lambda: torch.mm(left, right))
     reached = 2 * _SIDE**3 / seconds / TERA
-    return share(
-        f"product {_SIDE}x{_SIDE} in bf16", "TFLOP/s", reached, hardware.dense_tflops,
-        hardware.gemm_efficiency, ("gemm_efficiency", "dense_tflops"),
-    )  # fmt: skip
+    name = f"product {_SIDE}x{_SIDE} in bf16"
+    return share(name, "TFLOP/s", reached, hardware, "gemm_efficiency", "dense_tflops")
 
 
 def symmetric(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
@@ -340,10 +338,8 @@ def memory(hardware: Hardware, device: torch.device) -> Figure:
     target = torch.empty_like(source)
     seconds = _seconds(lambda: torch.add(source, 1.0, out=target))
     reached = 2 * source.nbytes / seconds / GIGA
-    return share(
-        "memory, reads and writes", "GB/s", reached, hardware.memory_gbytes,
-        hardware.memory_efficiency, ("memory_efficiency", "memory_gbytes"),
-    )  # fmt: skip
+    constants = "memory_efficiency", "memory_gbytes"
+    return share("memory, reads and writes", "GB/s", reached, hardware, *constants)
 
 
 def launch(hardware: Hardware, device: torch.device) -> Figure:
@@ -377,37 +373,24 @@ def kernel(hardware: Hardware, device: torch.device) -> Figure:
 
 def link(hardware: Hardware, gbytes: float) -> Figure:
     """The all-to-all of all ranks: ``node_efficiency``."""
-    return share(
-        "all-to-all inside the node", "GB/s", gbytes, hardware.node_gbytes,
-        hardware.node_efficiency, ("node_efficiency", "node_gbytes"),
-    )  # fmt: skip
+    constants = "node_efficiency", "node_gbytes"
+    return share("all-to-all inside the node", "GB/s", gbytes, hardware, *constants)
 
 
 def share(
-    name: str,
-    unit: str,
-    reached: float,
-    peak: float,
-    efficiency: float,
-    constants: tuple[str, str],
+    name: str, unit: str, reached: float, hardware: Hardware, efficiency: str, peak: str
 ) -> Figure:
-    """A rate against a peak and a share of it; above the peak, the peak is what is
-    wrong.
+    """A rate against a peak and a share of it, by the names of both constants; above
+    the peak, the peak is what is wrong.
     """
-    of_peak = reached / peak
-    constant, value = (
-        (constants[0], of_peak)
-        if of_peak <= 1
-        else (constants[1], reached / efficiency)
-    )
-    return Figure(
-        name,
-        unit,
-        peak * efficiency,
-        reached,
-        constant=constant,
-        value=float(f"{value:.4g}"),
-    )
+    stated = getattr(hardware, efficiency)
+    of_peak = reached / getattr(hardware, peak)
+    constant, value = efficiency, of_peak
+    if of_peak > 1:
+        constant, value = peak, reached / stated
+    predicted = getattr(hardware, peak) * stated
+    rounded = float(f"{value:.4g}")
+    return Figure(name, unit, predicted, reached, constant=constant, value=rounded)
 
 
 def plain(name: str, seconds: float, hardware: Hardware, constant: str) -> Figure:

@@ -40,23 +40,27 @@ def without_gpu(capability: int) -> None:
     driver.set_active(stand_in)
 
 
-def compiled(capability: int) -> list[tuple[str, Any]]:
-    """Each launch's kernel with its dtypes, and what triton makes of it for a
-    capability.
-    """
+def compiled(work: Callable[[], object]) -> list[tuple[str, Any]]:
+    """The kernel of each launch meanwhile, and what triton makes of it."""
     made: list[tuple[str, Any]] = []
-    without_gpu(capability)
-    for words, launch in launches():
-        JITFunction.__getitem__ = lambda self, grid, words=words: (
-            lambda *args, **options: made.append(
-                (
-                    f"{self.fn.__name__} {words}",
-                    self.warmup(*args, grid=grid, **options),
-                )
-            )
+
+    def launch(self: Any, grid: Any) -> Any:
+        return lambda *args, **options: made.append(
+            (self.fn.__name__, self.warmup(*args, grid=grid, **options))
         )
-        launch()
+
+    JITFunction.__getitem__ = launch
+    work()
     return made
+
+
+def all_compiled(capability: int) -> list[tuple[str, Any]]:
+    """The same for a capability, of all launches, each kernel with its dtypes."""
+    without_gpu(capability)
+    every = []
+    for words, launch in launches():
+        every += [(f"{name} {words}", made) for name, made in compiled(launch)]
+    return every
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -112,11 +116,11 @@ def main() -> None:
     """
     if sys.argv[1] == "--instructions":
         form = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)\s", re.M)
-        every = compiled(int(sys.argv[2]))
+        every = all_compiled(int(sys.argv[2]))
         print(json.dumps({name: form.findall(made.asm["ptx"]) for name, made in every}))
         return
     for capability in map(int, sys.argv[1:]):
-        made = compiled(capability)
+        made = all_compiled(capability)
         assert all(each.asm["cubin"] for _, each in made)
         names = " ".join(sorted({name.split()[0] for name, _ in made}))
         print(

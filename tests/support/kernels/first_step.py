@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.runtime.cache import FileCacheManager
-from triton.runtime.jit import JITFunction
 
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.rules import fused
-from support.kernels.compiling import without_gpu
+from support.kernels.compiling import compiled, without_gpu
 
 SIZES = ((1,), (16, 3, 4097), (2048, 7), (8192, 8192, 1))
 CPU = torch.device("cpu")
@@ -42,18 +41,9 @@ class BusyCache(FileCacheManager):
         return super().put(*args, **kwargs)
 
 
-def compiled(work: Callable[[], object]) -> set[str]:
+def variants(work: Callable[[], object]) -> set[str]:
     """Hashes of what is launched meanwhile, which is only compiled."""
-    made: set[str] = set()
-
-    def launch(self: Any, grid: Any) -> Any:
-        return lambda *args, **options: made.add(
-            f"{self.fn.__name__} {self.warmup(*args, grid=grid, **options).hash}"
-        )
-
-    JITFunction.__getitem__ = launch
-    work()
-    return made
+    return {f"{name} {made.hash}" for name, made in compiled(work)}
 
 
 def step(
@@ -87,17 +77,17 @@ def main() -> None:
     if sys.argv[1:2] == ["busy"]:
         _DRAWN.seed(int(sys.argv[2]))
         os.environ["TRITON_CACHE_MANAGER"] = "support.kernels.first_step:BusyCache"
-        made = compiled(
+        made = variants(
             lambda: fused._patiently(lambda: fused.trial(fused.Fused(), CPU, numerics))
         )
         print(f"{len(REFUSED)} refused, {len(made)} variants")
         return
-    tried = compiled(lambda: fused.trial(fused.Fused(), CPU, numerics))
+    tried = variants(lambda: fused.trial(fused.Fused(), CPU, numerics))
     kinds = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16))
     for sizes in SIZES:
         stepped: set[str] = set()
         for kind in kinds:
-            stepped |= compiled(lambda kind=kind, sizes=sizes: step(sizes, *kind))
+            stepped |= variants(lambda kind=kind, sizes=sizes: step(sizes, *kind))
         assert stepped <= tried, (sizes, stepped - tried)
         print(f"{len(tried)} variants are tried, {len(stepped)} in a step: {sizes}")
 

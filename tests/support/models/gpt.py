@@ -59,6 +59,7 @@ from support.runs.cases import (  # noqa: F401 as well
     whole_weight,
 )
 from support.runs.whole import Piece, Whole, cut, differences, whole
+from support.te_on_cpu.adam import master_of
 
 MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon
 
@@ -429,10 +430,7 @@ def main_of(shard: Tensor, master: Tensor | None) -> Tensor:
     """
     if master is None or shard.dtype == torch.float32:
         return shard
-    if master.dtype != torch.int16:
-        return master
-    high = shard.view(torch.int16).int() - (master < 0).int()
-    return ((high << 16) | (master.int() & 0xFFFF)).view(torch.float32)
+    return master_of(shard, master) if master.dtype == torch.int16 else master
 
 
 def plain(param: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ the second TP rank. A process of its own: stand-ins come before Megatron.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -19,51 +20,47 @@ from typing import Any
 
 from megatron_muon.lab.dry_run import stand_ins
 
-SIZES = {
-    "num_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "ffn_hidden_size": 256,
-    "kv_channels": 16,
-    "gradient_accumulation_fusion": False,
-}
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
-SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True}
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 16,
-    "rope_type": "rope",
-    "qk_layernorm": True,
-}
-INDEXER = {
-    "experimental_attention_variant": "dsa",
-    "dsa_indexer_n_heads": 4,
-    "dsa_indexer_head_dim": 32,
-    "dsa_indexer_topk": 8,
-    "sequence_parallel": True,
-}
-DELTA = {
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_conv_kernel_dim": 4,
-    "attention_output_gate": True,
-}
-MAMBA = {
-    "mamba_head_dim": 16,
-    "mamba_num_groups": 4,
-    "mamba_state_dim": 16,
-    "is_hybrid_model": True,
-    "add_bias_linear": False,
-}
-NO_BIAS = {"add_bias_linear": False}
+
+def _options(text: str) -> dict[str, Any]:
+    """Settings of Megatron's, of ``NAME=VALUE`` each."""
+    pairs = (word.split("=") for word in text.split())
+    return {name: ast.literal_eval(value) for name, value in pairs}
+
+
+SIZES = _options(
+    """
+    num_layers=2 hidden_size=128 num_attention_heads=8 ffn_hidden_size=256
+    kv_channels=16 gradient_accumulation_fusion=False
+    """
+)
+MOE = _options("num_moe_experts=4 moe_router_topk=2 moe_ffn_hidden_size=64")
+SHARED = _options("moe_shared_expert_intermediate_size=64 moe_shared_expert_gate=True")
+LATENT = _options(
+    """
+    multi_latent_attention=True q_lora_rank=64 kv_lora_rank=64 qk_head_dim=16
+    qk_pos_emb_head_dim=16 v_head_dim=16 rope_type='rope' qk_layernorm=True
+    """
+)
+INDEXER = _options(
+    """
+    experimental_attention_variant='dsa' dsa_indexer_n_heads=4
+    dsa_indexer_head_dim=32 dsa_indexer_topk=8 sequence_parallel=True
+    """
+)
+DELTA = _options(
+    """
+    experimental_attention_variant='gated_delta_net' linear_attention_freq=2
+    linear_key_head_dim=16 linear_value_head_dim=16 linear_num_key_heads=4
+    linear_num_value_heads=8 linear_conv_kernel_dim=4 attention_output_gate=True
+    """
+)
+MAMBA = _options(
+    """
+    mamba_head_dim=16 mamba_num_groups=4 mamba_state_dim=16 is_hybrid_model=True
+    add_bias_linear=False
+    """
+)
+NO_BIAS = _options("add_bias_linear=False")
 
 
 def _core(name: str) -> Any:

@@ -9,22 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 
-@contextmanager
-def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
-    """Within it the package's plans are ``change(plan, parameters, grid)``."""
+def _planned_by(change: Callable[..., Any]) -> Any:
+    """Within it plans are ``change(make_plan, parameters, grid, *more)``."""
     from megatron_muon.planning import plan
 
-    original = plan.make_plan
-
-    def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
-        return change(original(parameters, grid, *more), parameters, grid)
-
-    with mock.patch.object(plan, "make_plan", make_plan):
-        yield
+    return mock.patch.object(plan, "make_plan", partial(change, plan.make_plan))
 
 
 def _with_segments(plan: Any, segments: list[Any]) -> Any:
@@ -33,16 +27,13 @@ def _with_segments(plan: Any, segments: list[Any]) -> Any:
     return changed
 
 
-def _is_of_experts(parameters: Any) -> bool:
-    return any(".experts." in parameter.name for parameter in parameters)
-
-
 def wrong_piece() -> AbstractContextManager[None]:
     """Two pieces of one parameter, equally long, on one rank, go to each other's place:
     the plan still covers every element once, and its own check accepts it.
     """
 
-    def change(plan: Any, parameters: Any, grid: Any) -> Any:
+    def change(make_plan: Any, *stage: Any) -> Any:
+        plan = make_plan(*stage)
         segments = list(plan.slices)
         for a, one in enumerate(segments):
             for b in range(a + 1, len(segments)):
@@ -54,22 +45,17 @@ def wrong_piece() -> AbstractContextManager[None]:
                     return _with_segments(plan, segments)
         raise AssertionError("the plan has no two pieces to swap")
 
-    return _changed_plan(change)
+    return _planned_by(change)
 
 
-@contextmanager
-def swapped_tp_order() -> Iterator[None]:
+def swapped_tp_order() -> AbstractContextManager[None]:
     """Every rank takes its TP slice for the other TP rank's."""
-    from megatron_muon.planning import plan
 
-    original = plan.make_plan
-
-    def make_plan(parameters: Any, grid: Any, *more: Any) -> Any:
+    def change(make_plan: Any, parameters: Any, grid: Any, *more: Any) -> Any:
         ranks = tuple(plane[::-1] for plane in grid.ranks)
-        return original(parameters, replace(grid, ranks=ranks), *more)
+        return make_plan(parameters, replace(grid, ranks=ranks), *more)
 
-    with mock.patch.object(plan, "make_plan", make_plan):
-        yield
+    return _planned_by(change)
 
 
 def swapped_ep_ranks() -> AbstractContextManager[None]:
@@ -78,8 +64,9 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
     not.
     """
 
-    def change(plan: Any, parameters: Any, grid: Any) -> Any:
-        if not _is_of_experts(parameters):
+    def change(make_plan: Any, parameters: Any, grid: Any, *more: Any) -> Any:
+        plan = make_plan(parameters, grid, *more)
+        if not any(".experts." in parameter.name for parameter in parameters):
             return plan
         (first, *others), *_ = grid.ranks[0]
         second = grid.ranks[1][0][0]
@@ -98,7 +85,7 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
             segments[index] = replace(segments[index], matrix=other.matrix)
         return _with_segments(plan, segments)
 
-    return _changed_plan(change)
+    return _planned_by(change)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +42,6 @@ class Centred(Rule):
 class CentredRound(RoundRule):
     def __init__(self, table: Any) -> None:
         self._table = table
-        self._old: list[Tensor] = []  # norms of the weights' slices, squared
 
     def before_gather(
         self,
@@ -73,11 +72,11 @@ class CentredRound(RoundRule):
     def after_scatter(self, shards: Sequence[Shard], results: list[Tensor]) -> None:
         params = [each.main_param for each in shards]
         slices = cut_into_slices(params, self._table)
-        rates = [each.lr for each, (_, sizes) in self._by_shard(shards) for _ in sizes]
+        cut = zip(shards, self._table.parameters, strict=True)
+        rates = [each.lr for each, (_, sizes) in cut for _ in sizes]
         for weight, result, lr in zip(slices, results, rates, strict=True):
             weight.sub_(result.float(), alpha=lr)
-        for each, param in zip(shards, params, strict=True):
-            each.put(MAIN_KEY, param)
+        _put(shards, params)
 
     def numbers_before(self, shards: Sequence[Shard]) -> Tensor:
         squares = self._squares([each.grad for each in shards])
@@ -92,8 +91,7 @@ class CentredRound(RoundRule):
             cut_into_slices(params, self._table), sums, strict=True
         ):
             weight.div_(square.sqrt())
-        for each, param in zip(shards, params, strict=True):
-            each.put(MAIN_KEY, param)
+        _put(shards, params)
 
     def _squares(self, wholes: Sequence[Tensor]) -> Tensor:
         squares = [
@@ -102,5 +100,7 @@ class CentredRound(RoundRule):
         ]
         return torch.stack(squares).float() if squares else torch.zeros(0)
 
-    def _by_shard(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Any]]:
-        return zip(shards, self._table.parameters, strict=True)
+
+def _put(shards: Sequence[Shard], params: Sequence[Tensor]) -> None:
+    for each, param in zip(shards, params, strict=True):
+        each.put(MAIN_KEY, param)

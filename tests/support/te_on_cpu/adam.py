@@ -53,16 +53,22 @@ def multi_tensor_adam(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> No
         _step(grad, param, first, second, master[0] if master else None, *numbers)
 
 
+def master_of(param: Tensor, low: Tensor) -> Tensor:
+    """The fp32 number of a bf16 weight and its lower 16 bits. The kernel's own words: a
+    negative remainder says that the weight was rounded up.
+    """
+    high = param.view(torch.int16).int() - (low < 0).int()
+    return ((high << 16) | (low.int() & 0xFFFF)).view(torch.float32)
+
+
 def multi_tensor_adam_param_remainder(
     chunk: int, noop: Tensor, lists: Any, *numbers: Any
 ) -> None:
-    """bf16 weights; a fifth list has the lower 16 bits of their fp32 masters, as int16.
-
-    The kernel's own words: a negative remainder says that the weight was rounded up.
+    """bf16 weights; a fifth list has the lower 16 bits of their fp32 masters, as
+    int16.
     """
     for grad, param, first, second, low in zip(*lists, strict=True):
-        high = param.view(torch.int16).int() - (low < 0).int()
-        master = ((high << 16) | (low.int() & 0xFFFF)).view(torch.float32)
+        master = master_of(param, low)
         _step(grad, param, first, second, master, *numbers)
         bits = master.view(torch.int32)
         low.copy_((bits << 16) >> 16)

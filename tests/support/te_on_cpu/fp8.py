@@ -18,11 +18,16 @@ _BLOCK = 128
 _MX = 32
 
 
+def _torchs(dtype: Any) -> torch.dtype:
+    """Torch's dtype of one of Transformer Engine's for fp8."""
+    return torch.float8_e5m2 if int(dtype) == _E5M2 else torch.float8_e4m3fn
+
+
 def quantize(source: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
     """``source`` as the quantizer's kind of tensor: by its scale, or by the scale that
     fits now.
     """
-    dtype = torch.float8_e5m2 if int(quantizer.dtype) == _E5M2 else torch.float8_e4m3fn
+    dtype = _torchs(quantizer.dtype)
     most = torch.finfo(dtype).max
     if type(quantizer).__name__ == "Float8BlockQuantizer":
         return _quantize_blocks(source, quantizer, out, most)
@@ -170,7 +175,7 @@ def fp8_block_scaling_partial_cast(
     kind: Any,
 ) -> None:
     """A part of a weight in fp8, by the scales of its blocks."""
-    dtype = torch.float8_e5m2 if int(kind) == _E5M2 else torch.float8_e4m3fn
+    dtype = _torchs(kind)
     flat = source.detach().float().view(-1)
     most = torch.finfo(dtype).max
     scaled = flat * scale.view(-1)[_blocks(flat.numel(), cols, start, scale)]
@@ -179,7 +184,7 @@ def fp8_block_scaling_partial_cast(
 
 def dequantize(source: Any, dtype: Any) -> Tensor:
     """Its values, in fp32 and then rounded to ``dtype``."""
-    kind = torch.float8_e5m2 if int(source._fp8_dtype) == _E5M2 else torch.float8_e4m3fn
+    kind = _torchs(source._fp8_dtype)
     if hasattr(source, "_rowwise_data"):  # MXFP8; the blockwise class has Python for it
         groups = source._rowwise_data.view(kind).float().unflatten(1, (-1, _MX))
         powers = (

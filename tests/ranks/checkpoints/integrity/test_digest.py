@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,18 +42,16 @@ FORMATS = formats()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A saved folder of a format, made once."""
-    made: dict[str, Path] = {}
 
+    @cache
     def of(format: str) -> Path:
-        if format not in made:
-            folder = tmp_path_factory.mktemp(format)
-            on_ranks(saved, CASE, DP2, format, folder)
-            made[format] = folder
-        return made[format]
+        folder = tmp_path_factory.mktemp(format)
+        on_ranks(saved, CASE, DP2, format, folder)
+        return folder
 
-    yield of
+    return of
 
 
 @pytest.mark.parametrize("format", FORMATS)

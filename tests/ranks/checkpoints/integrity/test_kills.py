@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,12 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By format: the folder of a run after one step, and what each rank gets by loading
     it.
     """
-    made: dict[str, Any] = {}
 
+    @cache
     def of(format: str) -> Any:
-        if format not in made:
-            folder = tmp_path_factory.mktemp(format)
-            run(_save, 2, 1, format, folder, False, None)
-            made[format] = folder, run(_loads, 2, format, [folder])
-        return made[format]
+        folder = tmp_path_factory.mktemp(format)
+        run(_save, 2, 1, format, folder, False, None)
+        return folder, run(_loads, 2, format, [folder])
 
     return of
 
