@@ -80,24 +80,23 @@ def hits(session: Browser, words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "words, first",
-    [
-        ("LoRA", "Routing: Adapters"),
-        ("OOM", "Troubleshooting: CUDA out of memory"),
-        ("wandb", "Watch a run: Watch matrices"),
-        ("resume", "Checkpoints: Save and resume"),
-        ("learning rate", "Switching and tuning: Learning rate"),
-        ("go back", "Checkpoints: Go back"),
-        ("slow link", "Performance: Slow links"),
-        ("hybrid", "Validation: Hybrids"),
-        ("Docker", "Usage: Docker"),
-        ("SFT", "Fine-tuning"),
-        ("--muon-split", "Routing: Splits"),
-    ],
+    "asked",
+    """
+    LoRA > Routing: Adapters
+    OOM > Troubleshooting: CUDA out of memory
+    wandb > Watch a run: Watch matrices
+    resume > Checkpoints: Save and resume
+    learning rate > Switching and tuning: Learning rate
+    go back > Checkpoints: Go back
+    slow link > Performance: Slow links
+    hybrid > Validation: Hybrids
+    Docker > Usage: Docker
+    SFT > Fine-tuning
+    --muon-split > Routing: Splits
+    """.strip().splitlines(),
 )
-def test_the_first_hit_is_the_page_that_answers(
-    served: Browser, words: str, first: str
-) -> None:
+def test_the_first_hit_is_the_page_that_answers(served: Browser, asked: str) -> None:
+    words, first = asked.strip().split(" > ")
     assert hits(served, words)[0].startswith(first)
 
 

@@ -19,20 +19,23 @@ from pathlib import Path
 FOREIGN = "megatron transformer_engine apex quack emerging_optimizers torch".split()
 # Names that this code base gives to objects of Megatron's in its rooms that deal with
 # them, and what they are.
-_BUILT = {
-    "dist_opt": "DistributedOptimizer",
-    "part": "DistributedOptimizer",
-    "buffer": "_ParamAndGradBuffer",
-    "bucket": "_ParamAndGradBucket",
-    "chunk": "DistributedDataParallel",
-    "optimizer": "ChainedOptimizer",
-    "optimizer_config": "OptimizerConfig",
-    "model_config": "TransformerConfig",
-    "ddp_config": "DistributedDataParallelConfig",
-    "ddp": "DistributedDataParallelConfig",
-    "pg_collection": "ProcessGroupCollection",
-    "param": "parameter",
-}
+_BUILT = dict(
+    line.split()
+    for line in """
+        dist_opt DistributedOptimizer
+        part DistributedOptimizer
+        buffer _ParamAndGradBuffer
+        bucket _ParamAndGradBucket
+        chunk DistributedDataParallel
+        optimizer ChainedOptimizer
+        optimizer_config OptimizerConfig
+        model_config TransformerConfig
+        ddp_config DistributedDataParallelConfig
+        ddp DistributedDataParallelConfig
+        pg_collection ProcessGroupCollection
+        param parameter
+    """.strip().splitlines()
+)
 _LAYOUT = {"layout": "PerBufferParamLayout"}
 _ARGUMENTS = {"args": "arguments", "given": "arguments"}
 OBJECTS = {

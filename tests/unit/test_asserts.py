@@ -14,17 +14,7 @@ FILES = [
     *sorted((ROOT / "examples").rglob("*.py")),
 ]
 # Functions and methods that change nothing and are cheap.
-PURE = {
-    "len",
-    "isinstance",
-    "callable",
-    "set",
-    "all",
-    "any",
-    "sorted",
-    "values",
-    "keys",
-}
+PURE = set("len isinstance callable set all any sorted values keys".split())
 
 
 def impure(path: Path) -> list[str]:

@@ -16,45 +16,46 @@ from support.processes import printed
 PACKAGE = ROOT / "megatron_muon"
 
 # Lower rooms first. A module may import its own room and those in earlier lines, no
-# other room of its own line. "" is the facade, ``megatron_muon/__init__.py``.
-TIERS = (
-    ("version", "presence", "console"),
-    ("settings",),
-    ("orthogonalize",),
-    ("planning",),
-    ("runtime",),
-    ("rules",),
-    ("mcore", "cpu"),
-    ("", "megatron_lm", "testing"),
-    ("lab", "autoload"),
-    ("__main__",),
-)
+# other room of its own line. The facade is ``megatron_muon/__init__.py``.
+TIERS = """
+version presence console
+settings
+orthogonalize
+planning
+runtime
+rules
+mcore cpu
+facade megatron_lm testing
+lab autoload
+__main__
+"""
 # Rooms of ``lab`` by the same rule.
-LAB_TIERS = (
-    ("frozen", "interrupts", "json_text", "outputs", "progress", "tables"),
-    ("pricing", "ranks"),
-    ("dry_run",),
-    ("routes",),
-    ("plan",),
-    ("curves", "inspect", "trace"),
-    ("bench",),
-    ("doctor",),
-    ("accept",),
-    ("commands",),
-)
+LAB_TIERS = """
+frozen interrupts json_text outputs progress tables
+pricing ranks
+dry_run
+routes
+plan
+curves inspect trace
+bench
+doctor
+accept
+commands
+"""
 # Rooms of ``mcore`` by the same rule.
-MCORE_TIERS = (
-    ("host", "seams"),
-    ("routing",),
-    ("checkpoint", "qk_clip"),
-    ("watching",),
-    ("wiring",),
-)
+MCORE_TIERS = """
+host seams
+routing
+checkpoint qk_clip
+watching
+wiring
+"""
 
 
-def numbered(tiers: tuple[tuple[str, ...], ...]) -> dict[str, int]:
-    """Each room with the number of its tier."""
-    return {room: tier for tier, rooms in enumerate(tiers) for room in rooms}
+def numbered(tiers: str) -> dict[str, int]:
+    """Each room with the number of its tier; the facade's name is empty."""
+    lines = enumerate(tiers.replace("facade", "").strip().splitlines())
+    return {room: tier for tier, rooms in lines for room in rooms.split(" ")}
 
 
 TIER_OF = numbered(TIERS)
