@@ -90,10 +90,9 @@ def _train(
     own = plan.for_rank(rank)
     world = dist.group.WORLD
     assert world is not None
-    meter = Meter()
-    exchange = Exchange(own, plan.matrices, world, torch.float32, _CPU, meter)
+    exchange = Exchange(own, plan.matrices, world, torch.float32, _CPU, Meter())
     shards = _cut(_drawn(0), plan, rank)
-    muon = DistributedMuon(numerics, plan, own, exchange, shards, meter, phases())
+    muon = DistributedMuon(numerics, plan, exchange, shards, phases())
     states = States(SimpleNamespace(state=defaultdict(dict)))
     group = {"params": list(shards.values()), "lr": 0.05, "weight_decay": 0.1}
     for step in range(steps):

@@ -168,19 +168,13 @@ class Matrix:
             return [name]
         return [f"{name}[{at}]" for at in range(self.units)]
 
-    def staged_parts(self, of_parameter: int) -> int:
-        """The number of its column parts, where its parameter's matrices have so
-        many.
+    def held_by(self, column_parts: int) -> Span:
+        """The TP ranks that hold its columns, of as many as cut those of its
+        parameter.
         """
         if self.strip is None or self.strip.parts is None:
-            return of_parameter
-        return self.strip.parts.size
-
-    def part(self, tp_rank: int) -> int:
-        """The number of a TP rank's column part among its own."""
-        if self.strip is None or self.strip.parts is None:
-            return tp_rank
-        return tp_rank - self.strip.parts.start
+            return Span(0, column_parts)
+        return self.strip.parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def make_plan(
     for index, parameter in enumerate(parameters):
         for shape in parameter.matrices:
             home = choice.homes[len(matrices)]
-            parts = shape.staged_parts(parameter.column_parts)
+            parts = shape.held_by(parameter.column_parts).size
             matrices.append(
                 replace(shape, column_parts=parts, home=home, parameter=index)
             )

@@ -94,7 +94,8 @@ def _of_parameter(
                 if begin >= shard.stop:
                     break
                 matrix = parameter.matrices[block.matrix]
-                part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
+                parts = parameter.column_parts
+                part = tp_rank - matrix.held_by(parts).start if parts > 1 else 0
                 offset = (part * matrix.rows + block.matrix_row) * cols - begin
                 elements = Span(max(shard.start, begin), min(shard.stop, end))
                 at = elements.start + offset

@@ -64,7 +64,7 @@ class InBlocks(States):
     @classmethod
     def of(cls, optimizer: Any, muon: DistributedMuon) -> InBlocks:
         """The states of an Adam with ``muon`` in it."""
-        spans = muon.own.shards
+        spans = muon.exchange.own.shards
         ids = {index: id(shard) for index, shard in muon.main_params.items()}
         return cls(optimizer, {ids[at]: span.start for at, span in spans.items()})
 

@@ -583,7 +583,7 @@ class DistributedMuon(Engine):
 
     Args:
         numerics: the run's settings, and what its device computes with.
-        plan, own, exchange, main_params, meter, phase: see ``Engine``.
+        plan, exchange, main_params, phase: see ``Engine``.
         elementwise: returns the elementwise operations of one round.
 
     Attributes:
@@ -596,18 +596,22 @@ class DistributedMuon(Engine):
         self,
         numerics: Numerics,
         plan: ExchangePlan,
-        own: RankPlan,
         exchange: Exchange,
         main_params: Mapping[int, Tensor],
-        meter: Meter,
         phase: Phase,
         elementwise: Callable[[], Foreach] | None = None,
     ) -> None:
         self.numerics = numerics
         self.config = numerics.config
-        parts = numerics, plan, meter, own, exchange.device, elementwise or Foreach
-        rule = row_of(self.config.rule).imported()(*parts)
-        super().__init__(rule, plan, own, exchange, main_params, meter, phase)
+        rule = row_of(self.config.rule).imported()(
+            numerics,
+            plan,
+            exchange.meter,
+            exchange.own,
+            exchange.device,
+            elementwise or Foreach,
+        )
+        super().__init__(rule, plan, exchange, main_params, phase)
 
     @property
     def variants(self) -> list[DistributedMuon]:

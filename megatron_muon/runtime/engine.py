@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.rounds.rank_plan import RankPlan
 from megatron_muon.runtime.exchange.messages import Exchange, Staged
-from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sums import SliceSums
 from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Round
@@ -44,12 +42,11 @@ class Engine:
 
     Args:
         rule: what is done to the matrices.
-        plan, own: the stage's exchange plan, and this rank's part of it.
-        exchange: moves this rank's slices and results.
+        plan: the stage's exchange plan.
+        exchange: moves this rank's slices and results by its part of the plan.
         main_params: for each parameter of the plan that has a shard here, the
             optimizer's flat shard: fp32, or a slice of the model's weight where the
             ``States`` of a step keep the main parameter elsewhere.
-        meter: counts the work done.
         phase: names the parts of a step.
 
     Attributes:
@@ -66,27 +63,24 @@ class Engine:
         self,
         rule: Rule,
         plan: ExchangePlan,
-        own: RankPlan,
         exchange: Exchange,
         main_params: Mapping[int, Tensor],
-        meter: Meter,
         phase: Phase,
     ) -> None:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
-        planned = {index: shard.size for index, shard in own.shards.items()}
+        own = exchange.own.shards
+        planned = {index: shard.size for index, shard in own.items()}
         if sizes != planned:
             raise ValueError(
                 f"the plan has shards of sizes {planned} here, the optimizer {sizes}"
             )
-        self.rule, self.plan, self.own = rule, plan, own
-        self.exchange, self.meter = exchange, meter
+        self.rule, self.plan = rule, plan
+        self.exchange, self.meter = exchange, exchange.meter
         self.main_params = dict(main_params)
         self.rounds: list[Round] = []
         names: list[str] = []
         for number, one in enumerate(exchange.rounds):
-            sums = None
-            if rule.asks:
-                sums = SliceSums(plan, number, exchange)
+            sums = SliceSums(plan, number, exchange) if rule.asks else None
             round = Round(one, rule, phase, sums)
             self.rounds.append(round)
             names += [plan.matrices[index].whole_name for index in round.homes]

@@ -285,7 +285,7 @@ def _muon_of(
     phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
     kind = PeriodicMuon if numerics.config.full_period > 1 else DistributedMuon
-    return kind(numerics, plan, own, exchange, main_params, meter, phase, elementwise)
+    return kind(numerics, plan, exchange, main_params, phase, elementwise)
 
 
 def _add_block_steps(

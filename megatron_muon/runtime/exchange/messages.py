@@ -70,7 +70,7 @@ class Exchange:
     """Runs a plan for one rank of the stage.
 
     Args:
-        plan: this rank's part of the exchange plan.
+        own: this rank's part of the exchange plan.
         matrices: all matrices of the stage.
         group: process group of the stage.
         dtype: dtype of the elements that travel.
@@ -78,26 +78,25 @@ class Exchange:
         meter: counts the bytes sent.
 
     Attributes:
-        group, device, meter: as given.
+        own, group, device, meter: as given.
         like: an empty tensor of the dtype that travels, on the device.
         rounds: this rank's part of each round, in order.
     """
 
     def __init__(
         self,
-        plan: RankPlan,
+        own: RankPlan,
         matrices: Sequence[Matrix],
         group: Group,
         dtype: torch.dtype,
         device: torch.device,
         meter: Meter,
     ) -> None:
-        self.group, self.device, self.meter = group, device, meter
+        self.own, self.group, self.device, self.meter = own, group, device, meter
         self.like = torch.empty(0, dtype=dtype, device=device)
-        self._rank = plan.rank
-        self._between = partial(Route.of, group, world_ranks(group), plan.rank)
+        self._between = partial(Route.of, group, world_ranks(group), own.rank)
         self.rounds = [
-            RoundExchange(table, self) for table in round_tables(plan, matrices)
+            RoundExchange(table, self) for table in round_tables(own, matrices)
         ]
 
     def connect(self) -> int:
@@ -112,7 +111,7 @@ class Exchange:
         """
         tables = [round.table for round in self.rounds]
         met = set().union(*(table.peers | table.sharers for table in tables))
-        peers = sorted(met - {self._rank})
+        peers = sorted(met - {self.own.rank})
         ones = [(peer, 1) for peer in peers]
         sent = self.like.new_empty(ALIGNED * len(peers))
         route = self.route(ones, ones)
@@ -128,7 +127,7 @@ class Exchange:
 
     def sharers(self, strips: Sequence[Matrix]) -> Sharers:
         """The homes of a matrix, of whose strips this rank has some."""
-        return Sharers(strips, self._rank, self._between, self.meter)
+        return Sharers(strips, self.own.rank, self._between, self.meter)
 
 
 class RoundExchange:

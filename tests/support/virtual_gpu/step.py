@@ -105,7 +105,6 @@ def muon_of(
 ) -> tuple[DistributedMuon, Any, Any]:
     """The Muon of a rank, its parameter groups and their state."""
     own = plan.for_rank(rank)
-    meter = Meter()
     shards = {
         index: torch.zeros(span.size, device=device, dtype=dtype)
         for index, span in own.shards.items()
@@ -114,10 +113,10 @@ def muon_of(
         shard.grad = torch.ones_like(shard)
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
     exchange = Exchange(
-        own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, meter
+        own, plan.matrices, group, TORCH_DTYPE[numerics.travels], device, Meter()
     )
-    tools = meter, phases(), fused.elementwise_on(device, numerics)
-    muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
+    tools = phases(), fused.elementwise_on(device, numerics)
+    muon = DistributedMuon(numerics, plan, exchange, shards, *tools)
     if isinstance(muon.rule, Hyperball):
         radii: dict[str, float] = {}
         for matrix in plan.matrices:

@@ -47,8 +47,10 @@ def _engine(optimizer: int, travels: Sequence[bool], done: list[Done]) -> Engine
     )
     plan: Any = SimpleNamespace(matrices=())
     own: Any = SimpleNamespace(shards={})
-    exchange: Any = SimpleNamespace(rounds=(), device=torch.device("cpu"))
-    engine = Engine(rule, plan, own, exchange, {}, Meter(), phases())
+    exchange: Any = SimpleNamespace(
+        own=own, rounds=(), device=torch.device("cpu"), meter=Meter()
+    )
+    engine = Engine(rule, plan, exchange, {}, phases())
     engine.rounds = [
         _round(optimizer, number, there, done) for number, there in enumerate(travels)
     ]

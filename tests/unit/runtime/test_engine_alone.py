@@ -47,7 +47,7 @@ shard = torch.arange(1.0, 25.0)
 shard.grad = torch.arange(24.0).sin()
 group = dist.group.WORLD
 exchange = Exchange(own, (matrix,), group, torch.float32, torch.device("cpu"), Meter())
-engine = Engine(Centred(), plan, own, exchange, {0: shard}, Meter(), phases())
+engine = Engine(Centred(), plan, exchange, {0: shard}, phases())
 adam = SimpleNamespace(state={shard: {}})
 groups = [{"params": [shard], "lr": 0.5, "weight_decay": 0.0}]
 weight, grad = shard.clone().view(4, 6), shard.grad.view(4, 6)
