@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron_muon.mcore.checkpoint.manifest import iteration_of, last_complete
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.flags.namespace import is_on, parsed
@@ -158,9 +160,7 @@ def _explained_to_others(load_dir: str | None, flags: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException:  # torch's CheckpointException is no Exception
+    except (Exception, CheckpointException):  # torch's is no Exception
         from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
         is_muons = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon.mcore.checkpoint.buffers import (
     HOME_STATE,
@@ -87,9 +88,7 @@ def explained(folder: str, *, is_muons: bool = True) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         text = _KEYS_THERE.sub("", str(error))
         if key := _RANDOM.search(text):
             raise ValueError(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron_muon.mcore.checkpoint.buffers import (
@@ -153,10 +154,7 @@ def states_of(saved: Any) -> list[StateDict]:
         if not saved or not all(isinstance(key, int) for key in saved):
             return [saved]
         parts = [saved[key] for key in sorted(saved)]
-    states: list[StateDict] = []
-    for part in parts:
-        states += states_of(part)
-    return states
+    return list(chain.from_iterable(map(states_of, parts)))
 
 
 def as_ours(states: StateDicts, config: MuonConfig) -> StateDict:
