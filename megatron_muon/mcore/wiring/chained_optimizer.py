@@ -100,6 +100,10 @@ class MuonChainedOptimizer(CheckpointChain):
             self.nonfinite.after_step()
         return is_successful
 
+    def numbers(self) -> dict[str, float]:
+        """``megatron_muon.numbers``."""
+        return {} if self.watch is None else self.watch.numbers()
+
     def wait_for_params(self) -> None:
         """Gather the parameters that a step has updated elsewhere, and wait for what is
         under way.

@@ -84,7 +84,7 @@ def numbers(optimizer: Any) -> dict[str, float]:
     """``megatron_muon.numbers``."""
     if not isinstance(optimizer, MuonChainedOptimizer):
         raise TypeError(f"{type(optimizer).__name__} is not Muon's: it has no numbers")
-    return {} if optimizer.watch is None else optimizer.watch.numbers()
+    return optimizer.numbers()
 
 
 def _get_megatron_optimizer(
