@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,11 @@ class TraceError(CommandError):
     """A file is no trace that can be read; the text names the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceFile:
-    """A trace's events as they are, and its other values."""
+def read_trace(path: Path) -> tuple[list[Any], int | None]:
+    """A trace's events as they are, and its rank, where torch has written it.
 
-    events: list[Any]
-    metadata: dict[str, Any]
-
-    def rank(self) -> int | None:
-        """The rank, where torch has written it, from 0 on."""
-        world = self.metadata.get("distributedInfo")
-        rank = world.get("rank") if isinstance(world, dict) else None
-        return rank if type(rank) is int and 0 <= rank < 1 << 30 else None
-
-
-def read_trace(path: Path) -> TraceFile:
-    """Read a trace, gzip or plain; a TraceError where the file is none, or damaged."""
+    It is gzip or plain; a TraceError where the file is no trace, or damaged.
+    """
     try:
         with open_regular(path) as file:
             is_gzip = file.read(2) == b"\x1f\x8b"
@@ -51,7 +39,7 @@ def read_trace(path: Path) -> TraceFile:
             )
         whole = parsed(text.decode("utf-8", "replace"))
         metadata = whole if isinstance(whole, dict) else {"traceEvents": whole}
-        events = metadata.pop("traceEvents", None)
+        events = metadata.get("traceEvents")
         if not isinstance(events, list):
             raise ValueError("it has no traceEvents, and it is no list of events")
     except MemoryError:
@@ -60,7 +48,9 @@ def read_trace(path: Path) -> TraceFile:
         ) from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TraceError(f"{path}: it is no trace that can be read: {error}") from error
-    return TraceFile(events, metadata)
+    world = metadata.get("distributedInfo")
+    rank = world.get("rank") if isinstance(world, dict) else None
+    return events, rank if type(rank) is int and 0 <= rank < 1 << 30 else None
 
 
 def files_of(path: Path) -> list[Path]:

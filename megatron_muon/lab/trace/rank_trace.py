@@ -57,12 +57,11 @@ class RankTrace:
     """
 
     def __init__(self, path: Path) -> None:
-        trace = read_trace(path)
-        self.rank = trace.rank()
+        events, self.rank = read_trace(path)
         self._times: defaultdict[str, list[Interval]] = defaultdict(list)
         self._calls: defaultdict[str, list[Call]] = defaultdict(list)
         self._marks: list[_Mark] = []
-        for number, event in enumerate(trace.events):
+        for number, event in enumerate(events):
             try:
                 self._add(event)
             except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
