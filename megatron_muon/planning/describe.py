@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
@@ -35,19 +36,13 @@ class Share:
     # layer's routed experts as the router picks
     active: int = 0
     active_muon: int = 0
-    # elements of AdamW's 2-D weights, by what they are
-    kept: Mapping[str, int] = field(default_factory=dict)
-    remarks: Sequence[str] = ()  # what is unusual about weights, by name
+    # what AdamW's 2-D weights are, and their elements
+    kept: list[tuple[str, int]] = field(default_factory=list)
+    # what is unusual about weights, by name
+    remarks: list[str] = field(default_factory=list)
 
     def __add__(self, other: Share) -> Share:
-        return Share(
-            self.total + other.total,
-            self.muon + other.muon,
-            self.active + other.active,
-            self.active_muon + other.active_muon,
-            dict(Counter(self.kept) + Counter(other.kept)),
-            tuple(dict.fromkeys([*self.remarks, *other.remarks])),
-        )
+        return Share(*map(add, astuple(self), astuple(other)))
 
 
 def share_lines(share: Share) -> list[str]:
@@ -61,12 +56,12 @@ def share_lines(share: Share) -> list[str]:
     all_of_it = _ratio(share.muon, share.total)
     activated = _ratio(share.active_muon, share.active)
     line = (
-        f"Muon has {all_of_it:.1%} of the model's {_count(share.total)} "
-        "trainable parameters"
+        f"Muon has {all_of_it:.1%} of the model's {amount(share.total)} trainable "
+        "parameters"
     )
     if share.active < share.total:
         line += (
-            f" and {activated:.1%} of the {_count(share.active)} that a token activates"
+            f" and {activated:.1%} of the {amount(share.active)} that a token activates"
         )
     lines = [f"{line}, AdamW the rest"]
     if min(all_of_it, activated) < 0.5:
@@ -74,7 +69,7 @@ def share_lines(share: Share) -> list[str]:
             "warning: Muon updates less than half of the parameters; "
             f"{_kept(share)}: expect little difference from AdamW"
         )
-    return [*lines, *share.remarks]
+    return [*lines, *dict.fromkeys(share.remarks)]
 
 
 def require_muons(share: Share) -> None:
@@ -85,7 +80,7 @@ def require_muons(share: Share) -> None:
     """
     if share.total and not share.muon:
         raise ValueError(
-            f"Muon has none of the model's {_count(share.total)} trainable parameters; "
+            f"Muon has none of the model's {amount(share.total)} trainable parameters; "
             f"{_kept(share)}. Give Muon some of these ({named('muon_include')}, "
             f"{named('muon_exclude')}), or {USE_ADAMW}"
         )
@@ -93,10 +88,12 @@ def require_muons(share: Share) -> None:
 
 def _kept(share: Share) -> str:
     """What AdamW's 2-D weights are, by their part of the model, the largest first."""
-    largest = Counter(share.kept).most_common()
-    if not largest:
+    kept = Counter[str]()
+    for what, elements in share.kept:
+        kept[what] += elements
+    if not kept:
         return "none is 2-D"
-    parts = (f"{what}, {size / share.total:.1%}" for what, size in largest)
+    parts = (f"{what}, {size / share.total:.1%}" for what, size in kept.most_common())
     return f"AdamW has the 2-D weights of {'; '.join(parts)}"
 
 
@@ -134,8 +131,7 @@ def computing_line(
     config = numerics.config
     own = own_rule(config.rule)
     if own is not None:
-        text = own_rule_text(config.rule, own)
-        return f"{text}; momentum and update: {elementwise}"
+        return f"{own_rule_text(config.rule, own)}; momentum and update: {elementwise}"
     batches = ""
     if (config.ns_batch or 1) > 1 and not in_batches:
         batches = (
@@ -204,12 +200,12 @@ def held_and_sent(plans: Sequence[ExchangePlan]) -> tuple[int, int]:
     return max(held.values(), default=0), max(sent.values(), default=0)
 
 
-def memory_line(stages: Sequence[tuple[int, int]]) -> str:
+def memory_line(stages: Iterable[tuple[int, int]]) -> str:
     """What ``held_and_sent`` says of a model's stages: the largest of each."""
     held, sent = map(max, zip(*stages, strict=True))
     return (
-        f"memory: a rank holds the momentum of at most {_count(held)} elements, and in "
-        f"a step sends at most {amount(sent)}B, in rounds whose buffers "
+        f"memory: a rank holds the momentum of at most {amount(held)} elements, and in "
+        f"a step sends at most {amount(sent, 'B')}, in rounds whose buffers "
         f"{named('round_bytes')} caps"
     )
 
@@ -240,14 +236,10 @@ def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 1.0
 
 
-def _count(number: int) -> str:
-    return amount(number).strip()
-
-
-def amount(number: float) -> str:
-    """Three digits and the letter of a thousand's power, before a unit."""
-    for unit in ("", "k", "M", "G"):
+def amount(number: float, unit: str = "") -> str:
+    """Three digits, the letter of a thousand's power, and a unit."""
+    for letter in ("", "k", "M", "G"):
         if number < 999.5:  # three digits would make 1e+03 of more
-            return f"{number:.3g} {unit}"
+            return f"{number:.3g} {letter}{unit}".strip()
         number /= 1000
-    return f"{number:.3g} T" if number < 999.5 else f"{number:,.0f} T"
+    return f"{number:.3g} T{unit}" if number < 999.5 else f"{number:,.0f} T{unit}"

@@ -51,7 +51,7 @@ def optimizer_text(
     ]
     mean = sum(together) / len(together)
     sent = plan.sent_bytes()
-    work = f"Newton-Schulz: {amount(sum(flops))}flop a step on the stage, "
+    work = f"Newton-Schulz: {amount(sum(flops), 'flop')} a step on the stage, "
     if own_rule(rule) is not None:
         work = "Work, as if it were Newton-Schulz's: "
     busiest = max(together) / mean if mean else 1
@@ -61,8 +61,8 @@ def optimizer_text(
         f"{'Experts: ' if experts else ''}{len(plan.matrices)} matrices{shared} in "
         f"{len(plan.parameters)} weights, {len(plan.boundary_parameters())} of them "
         f"cut by the shards of {sum(buckets)} gradient bucket(s). "
-        f"{'' if earlier else how}A rank sends {amount(sum(sent) / len(sent))}B a "
-        f"step (the busiest {amount(max(sent))}B) in {len(plan.rounds)} round(s). "
+        f"{'' if earlier else how}A rank sends {amount(sum(sent) / len(sent), 'B')} a "
+        f"step (the busiest {amount(max(sent), 'B')}) in {len(plan.rounds)} round(s). "
         f"{work}{busiest:.2f} × the mean on the busiest rank"
         f"{', with the matrices above' if earlier else ''}"
     )

@@ -36,7 +36,7 @@ def share_of(routes: Sequence[Route], config: MuonConfig) -> Share:
             counts.update(muon=elements, active_muon=active)
         elif weight.param.dim() == 2:
             kept[_kind(route)] += elements
-    return Share(**counts, kept=dict(kept), remarks=tuple(remarks))
+    return Share(**counts, kept=list(kept.items()), remarks=list(remarks))
 
 
 def _kind(route: Route) -> str:

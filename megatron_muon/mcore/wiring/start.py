@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from megatron_muon.planning.describe import Share
 from megatron_muon.rules.fused import describe_elementwise
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
-from megatron_muon.settings.patterns import pairs_of
 
 unusual: list[str] = []  # what is said in the block of the next optimizer, too
 
@@ -60,21 +59,15 @@ def start_lines(
             return [matched, {}, None]
         plans = [part.muon.plan for part in dist_opts]
         share = share_of(routes, config)
-        share = replace(
-            share,
-            remarks=(*share.remarks, *describe.node_lines(plans, config, ranks_here)),
-        )
+        share.remarks.extend(describe.node_lines(plans, config, ranks_here))
         return [matched, asdict(share), describe.held_and_sent(plans)]
 
     ranks = collectives.all_gather_json(together(own, None, stage.device), None)
-    require_matched(set().union(*(matched for matched, _, _ in ranks)), config)
-    shares = (Share(**share) for _, share, _ in ranks)
-    share_line, *remarks = describe.share_lines(sum(shares, start=Share()))
-    said = [
-        *unusual,
-        *(f"{pattern}: {text}" for pattern, text in pairs_of(config.by_pattern)),
-        *remarks,
-    ]
+    matched, shares, memory = zip(*ranks, strict=True)
+    require_matched(set().union(*matched), config)
+    model = sum((Share(**share) for share in shares), start=Share())
+    share_line, *remarks = describe.share_lines(model)
+    said = [*unusual, *config.by_pattern, *remarks]
     unusual.clear()
     block = [
         describe.active_line(described_version(), torch.__version__, config),
@@ -86,7 +79,7 @@ def start_lines(
         ),
         share_line,
         *([f"unusual: {' | '.join(said)}"] if said else []),
-        describe.memory_line([held for _, _, held in ranks if held]),
+        describe.memory_line(filter(None, memory)),
         "matrices, homes and messages: `megatron-muon routes` with the run's flags",
     ]
     return [f"{describe.PREFIX} {line}" for line in block]
