@@ -78,6 +78,7 @@ GONE: Mapping[str, str] = {
     "timeline ("
     "Open multiple trace files)",
     "plan --plot": "--json FILE has all figures of a sweep, for a script of your own",
+    "trace --plot": "--json FILE has every figure, for a script of your own",
     "plan --node-size": (
         "give --set gpus_per_node=N, and the run's own --muon-node-ranks N"
     ),

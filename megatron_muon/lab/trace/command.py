@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of("megatron-muon trace", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
-    add_outputs(parser, plot="each rank's bar")
+    add_outputs(parser)
     args = parsed(parser, argv)
     paths: list[Path] = args.runs
     if paths[0] == Path("report"):  # a verb, which earlier versions need
@@ -50,9 +50,5 @@ def main(argv: Sequence[str]) -> int:
         read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)
     ]
     write_json(args.json, as_json(runs))
-    if args.plot is not None:
-        from megatron_muon.lab.trace.figure import draw
-
-        draw(runs, args.plot)
     print_lines([as_text(runs)])
     return 0

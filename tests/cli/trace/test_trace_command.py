@@ -21,12 +21,9 @@ def _reported(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_report_of_a_real_pair_tells_our_exchange_from_megatrons_reduction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And its picture has every rank and lane."""
-    out, picture = tmp_path / "out.json", tmp_path / "x.svg"
-    files = "--json", str(out), "--plot", str(picture)
+    out = tmp_path / "out.json"
+    files = "--json", str(out)
     text = _reported(str(PAIR / "adamw"), str(PAIR / "muon"), *files, capsys=capsys)
-    for lane in ("adamw, rank 1", "muon, rank 0", "exposed"):
-        assert f"<!-- {lane} -->" in picture.read_text()
     adamw, muon = json.loads(out.read_text())["runs"]
     assert (adamw["name"], muon["name"]) == ("adamw", "muon")
     bytes_of = {kind["name"]: kind["bytes"] for kind in muon["collectives"]}
