@@ -85,15 +85,15 @@ PACKINGS = ("starred", "chained", "packed", "two_for", "dense")
 # packing that is not named has the size 0; None: it is only printed.
 SIZES: dict[str, dict[str, int | None]] = {
     "plugin without lab": {
-        "statements": 10_935,
-        "tokens": 130_174,
-        "two_for": 15,
+        "statements": 10_484,
+        "tokens": 125_205,
+        "two_for": 11,
         "dense": 8,
     },
-    "lab": {"statements": 5_076, "tokens": 63_647, "two_for": 4, "dense": 8},
+    "lab": {"statements": 5_021, "tokens": 62_727, "two_for": 3, "dense": 8},
     "tests": {
-        "statements": 20_423,
-        "tokens": 309_854,
+        "statements": 20_018,
+        "tokens": 289_433,
         "two_for": None,
         "dense": None,
     },
@@ -101,7 +101,7 @@ SIZES: dict[str, dict[str, int | None]] = {
 # What a size may grow by before the check fails: what mends need until an issue closes.
 SLACK = 0.03
 WORDS_A_TOKEN = 0.25  # of docstrings in the plugin without lab, at least
-DOCUMENT_WORDS = 21_500
+DOCUMENT_WORDS = 21_000
 PAGES = 18
 TRAINING_MODULES = 105
 

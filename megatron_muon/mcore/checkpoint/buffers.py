@@ -12,7 +12,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -223,3 +223,39 @@ def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) ->
         raise ValueError(
             f"{key} of {name} is {tensor.dtype} on disk, torch.float32 here"
         )
+
+
+# --- state dicts ----------------------------------------------------------------------
+
+
+def states_of(saved: Any) -> list[dict[Any, Any]]:
+    """The state dicts of an optimizer, or of a chain, which is a list or has numbers
+    for keys.
+    """
+    parts = saved or []
+    if isinstance(saved, dict):
+        if not saved or not all(isinstance(key, int) for key in saved):
+            return [saved]
+        parts = [saved[key] for key in sorted(saved)]
+    return list(chain.from_iterable(map(states_of, parts)))
+
+
+def groups_of(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The parameter groups in all of the state dicts."""
+    for state in states:
+        yield from inner_state(state).get("param_groups", ())
+
+
+def inner_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of torch's optimizer; FP32Optimizer saves it without a wrapper."""
+    inner = state.get("optimizer", state)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def of_both_kinds(groups: Iterable[Mapping[str, Any]]) -> list[dict[Any, Any]]:
+    """Each parameter group twice, as dense weights' and as experts'."""
+    every: list[dict[Any, Any]] = []
+    for group in groups:
+        every.append({**group, "is_expert_parallel": False})
+        every.append({**group, "is_expert_parallel": True})
+    return every

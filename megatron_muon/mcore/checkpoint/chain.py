@@ -11,14 +11,19 @@ import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.checkpoint.buffers import AT_DP_ZERO, OTHER_CUT
-from megatron_muon.mcore.checkpoint.interop import foreign
+from megatron_muon.mcore.checkpoint.buffers import (
+    AT_DP_ZERO,
+    OTHER_CUT,
+    groups_of,
+    of_both_kinds,
+    states_of,
+)
 from megatron_muon.mcore.host.shards import device_of, parts_of
 from megatron_muon.runtime.collectives import (
     Group,
@@ -29,6 +34,9 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.engine import HALF_STEPPED
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import named
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.checkpoint.interop.foreign import Source
 
 T = TypeVar("T")
 
@@ -63,7 +71,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     # name patterns assign weights to Muon or AdamW, so layers may differ
     decided_by_name: bool
     # while a checkpoint of Megatron's own Muon is read
-    source: foreign.Source | None = None
+    source: Source | None = None
     is_new = True  # it has taken no step
     lacks_state = False  # it has loaded groups, and no momentum with them
     half_stepped = False  # a step has changed state, and ended in an error
@@ -95,9 +103,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._together(super().load_state_dict, state_dict)
         # A rank whose shards are padding alone may load a sharding type without any
         # state.
-        has_state = any(
-            state.keys() & _OF_STATE for state in foreign.states_of(state_dict)
-        )
+        has_state = any(state.keys() & _OF_STATE for state in states_of(state_dict))
         needs_state = self.is_new or self.half_stepped
         lacking = all_gather_numbers(
             [needs_state and not has_state], self.voters, self._device
@@ -132,10 +138,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def _converted(self, state_dict: Any) -> Any:
         if self.source is not None:
+            from megatron_muon.mcore.checkpoint.interop.foreign import converted
+
             config = self.chained_optimizers[0].muon.config
-            state_dict = foreign.converted(
-                state_dict, self.source, config, WHOLE_WEIGHTS
-            )
+            state_dict = converted(state_dict, self.source, config, WHOLE_WEIGHTS)
         return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(
@@ -160,7 +166,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             with self._without_stubs():
                 state = make()
         if source is not None:
-            self._together(_rename, foreign.states_of(state), source)
+            self._together(_rename, states_of(state), source)
         if self.decided_by_name:  # a setting, so all ranks take the same branch
             of_parts = (part.tensors for part in parts_of(self))
             _refuse_mixed(set().union(*of_parts), self.voters)
@@ -286,14 +292,16 @@ def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
     """The first optimizer's state with the groups of all, which fit dense weights and
     experts'.
     """
-    groups = foreign.of_both_kinds(foreign.groups_of(optimizers))
+    groups = of_both_kinds(groups_of(optimizers))
     return {**optimizers[0], "param_groups": groups}
 
 
-def _rename(states: list[dict[str, Any]], source: foreign.Source) -> None:
+def _rename(states: list[dict[str, Any]], source: Source) -> None:
     """Have sharded state dicts read a checkpoint of Megatron's own Muon."""
+    from megatron_muon.mcore.checkpoint.interop.foreign import renamed
+
     for state in states:
-        state["param_state"] = foreign.renamed(state["param_state"], source)
+        state["param_state"] = renamed(state["param_state"], source)
 
 
 def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:

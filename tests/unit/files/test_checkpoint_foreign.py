@@ -18,11 +18,11 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_muon.mcore.checkpoint.buffers import states_of
 from megatron_muon.mcore.checkpoint.interop.foreign import (
     Source,
     as_ours,
     is_megatrons,
-    states_of,
 )
 from megatron_muon.mcore.checkpoint.interop.saved import _KNOWN, Saved
 from megatron_muon.mcore.checkpoint.matrices import require_record

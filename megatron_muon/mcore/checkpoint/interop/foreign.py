@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.mcore.checkpoint.buffers import (
@@ -29,6 +28,9 @@ from megatron_muon.mcore.checkpoint.buffers import (
     FORMAT,
     MOMENTUM,
     RECORD,
+    groups_of,
+    inner_state,
+    of_both_kinds,
 )
 from megatron_muon.settings.config import MuonConfig, named
 
@@ -145,18 +147,6 @@ def is_megatrons(
     )
 
 
-def states_of(saved: Any) -> list[StateDict]:
-    """The state dicts of an optimizer, or of a chain, which is a list or has numbers
-    for keys.
-    """
-    parts = saved or []
-    if isinstance(saved, dict):
-        if not saved or not all(isinstance(key, int) for key in saved):
-            return [saved]
-        parts = [saved[key] for key in sorted(saved)]
-    return list(chain.from_iterable(map(states_of, parts)))
-
-
 def as_ours(states: StateDicts, config: MuonConfig) -> StateDict:
     """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
 
@@ -164,7 +154,7 @@ def as_ours(states: StateDicts, config: MuonConfig) -> StateDict:
     """
     steps = [group["step"] for group in groups_of(states) if "step" in group]
     for state in states:
-        shards = _inner(state).get("state")
+        shards = inner_state(state).get("state")
         # where torch's AdamW has its step
         if isinstance(shards, Mapping) and "common_step" in shards:
             steps.append(shards["common_step"])
@@ -232,27 +222,6 @@ def _with_sums(ours: StateDict, part: Mapping[Any, Any], source: Source) -> Stat
         if MOMENTUM in tensors:
             tensors[MOMENTUM].mul_(1 / (1 - source.mu))
     return {**ours, "param_state": dict(part["param_state"])}
-
-
-def of_both_kinds(groups: Iterable[Mapping[str, Any]]) -> list[StateDict]:
-    """Each parameter group twice, as dense weights' and as experts'."""
-    every: list[StateDict] = []
-    for group in groups:
-        every.append({**group, "is_expert_parallel": False})
-        every.append({**group, "is_expert_parallel": True})
-    return every
-
-
-def groups_of(states: StateDicts) -> Iterator[Mapping[str, Any]]:
-    """The parameter groups in all of the state dicts."""
-    for state in states:
-        yield from _inner(state).get("param_groups", ())
-
-
-def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of torch's optimizer; FP32Optimizer saves it without a wrapper."""
-    inner = state.get("optimizer", state)
-    return inner if isinstance(inner, Mapping) else {}
 
 
 def _adamw(states: StateDicts) -> StateDict:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_muon.mcore.checkpoint.buffers import RECORD
+from megatron_muon.mcore.checkpoint.buffers import RECORD, groups_of, states_of
 from megatron_muon.mcore.checkpoint.interop import foreign
 
 METADATA = ".metadata"  # of torch_dist
@@ -110,7 +110,7 @@ class Saved:
         """Refuse, by a ValueError, groups with objects of a class that is not read
         here.
         """
-        for group in foreign.groups_of(self.states):
+        for group in groups_of(self.states):
             for key, value in group.items():
                 if isinstance(value, _Unknown):
                     what = type(value).__name__
@@ -149,8 +149,8 @@ def _states_of(common: Any) -> list[dict[Any, Any]]:
     """The optimizers' state dicts in what is not sharded; TypeError where their groups
     are no dicts.
     """
-    states = foreign.states_of(common.get("optimizer"))
-    for group in foreign.groups_of(states):
+    states = states_of(common.get("optimizer"))
+    for group in groups_of(states):
         if not isinstance(group, dict):
             raise TypeError(f"a parameter group is no dict but {group!r}")
     return states
