@@ -65,7 +65,7 @@ def test_a_list_of_names_prints_the_first_and_the_number_of_the_others() -> None
 @pytest.mark.parametrize(
     "number, shown",
     [
-        (999, "999 "),
+        (999, "999"),
         (999.6, "1 k"),
         (999_400, "999 k"),
         (999_500, "1 M"),
