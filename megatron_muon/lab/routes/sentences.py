@@ -17,7 +17,7 @@ def pattern_lines(numerics: Numerics) -> list[str]:
     """
     lines = []
     for pattern, settings in pairs_of(numerics.config.by_pattern):
-        line = f"{PREFIX} {pattern}: {settings}"
+        line = f"{PREFIX} {pattern}:{settings}"
         own = numerics.where(settings)
         if own.iteration != numerics.iteration:
             line += f"; iteration {iteration_text(own)}"
