@@ -104,6 +104,7 @@ def load_checkpoint(
             watch = watching_adamw(optimizer)
         with _explained_to_others(load_dir, flags), watch:
             return loads()
+    from megatron_muon.mcore.checkpoint.seal import forget_check
     from megatron_muon.megatron_lm.loaded import say_loaded
     from megatron_muon.megatron_lm.rates import of_this_run
 
@@ -118,7 +119,10 @@ def load_checkpoint(
         tracker.naming(_checkpointing(), load_dir, _step(flags)),
         of_this_run(optimizer, opt_param_scheduler, override=override),
     ):
-        result = loads()
+        try:
+            result = loads()
+        finally:
+            forget_check()
     is_own = is_muon and how == "unconverted"
     if is_own and folder and iteration_of(folder.name) is not None:
         say_loaded(optimizer, folder, is_checked=is_checked)

@@ -226,6 +226,12 @@ def check(checkpoint_dir: str, own: Record | None) -> bool:
     return saved is not None
 
 
+def forget_check() -> None:
+    """Have the next load check its folder, whichever ``check`` was for it."""
+    global _checked
+    _checked = None
+
+
 def _require_the_same(folder: Path, saved: Manifest, own: Record | None) -> None:
     """Hash this rank's share of the files; DigestError if one is not as it was written,
     ValueError for another model.
